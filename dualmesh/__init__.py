@@ -1,0 +1,58 @@
+"""dualmesh: named parallel topologies for PyTorch and JAX, scoped and never mixed up.
+
+This face re-exports; each name is documented where it lives.
+"""
+
+from dualmesh import host as host
+from dualmesh import ops as ops
+from dualmesh import sequence as sequence
+from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
+from dualmesh.errors import DualmeshError, StaleStateError
+from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
+from dualmesh.loss import sum_gradients, sync_gradients, token_mean
+from dualmesh.partition_spec import P
+from dualmesh.programs import remat, shard_map, value_and_grad
+from dualmesh.registry import strict
+from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
+from dualmesh.session import Session, clear_parallel_state, init_distributed, session
+from dualmesh.spec import TopologySpec, View
+from dualmesh.state import ParallelState
+from dualmesh.topology import Topology
+from dualmesh.usual import parallel_spec
+
+__all__ = [
+    "DualmeshError",
+    "P",
+    "ParallelState",
+    "Session",
+    "StaleStateError",
+    "Topology",
+    "TopologySpec",
+    "View",
+    "bind",
+    "clear_parallel_state",
+    "constrain",
+    "distribute",
+    "get_parallel_state",
+    "get_parallel_state_by_name",
+    "host",
+    "init_distributed",
+    "init_parallel_state",
+    "init_parallel_states",
+    "local_slices",
+    "ops",
+    "parallel_spec",
+    "remat",
+    "scope_name",
+    "sequence",
+    "session",
+    "shard_local",
+    "shard_map",
+    "strict",
+    "sum_gradients",
+    "sync_gradients",
+    "to_numpy",
+    "token_mean",
+    "use_parallel_state",
+    "value_and_grad",
+]

@@ -1,0 +1,64 @@
+"""The contract of a backend: start a world, build states in it, mirror the scope.
+
+What a backend does to arrays is in `verbs`; how backends are found and chosen is in `discovery`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dualmesh.state import ParallelState, StatePlan, World
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher or the caller said about this process' place in the world."""
+
+    rank: int = 0
+    """Process rank."""
+    world_size: int | None = None
+    """Torch: processes. JAX and sim: ranks. None: whatever there is."""
+    process_count: int = 1
+    local_rank: int = 0
+    init_method: str | None = None
+    """"tcp://host:port" or "env://"; None: nobody to meet."""
+    local_devices: int | None = None
+    """Ranks that this process holds, where the backend lets one choose."""
+    timeout_s: float | None = None
+
+
+class Backend(ABC):
+    """A framework that dualmesh can drive. One instance per process, made by the entry point `dualmesh.backends`.
+
+    The entry point's name is the backend's name and, where there is one, the framework's import name.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def world(self) -> World | None:
+        """Return the live world, whoever started it, or None. *Local.*"""
+
+    @abstractmethod
+    def start(self, launch: Launch) -> World:
+        """Start a world. *Collective over all processes, with a timeout.*
+
+        Raises:
+            SessionError: It cannot be started as asked; nothing is left half started.
+        """
+
+    @abstractmethod
+    def stop(self, world: World) -> None:
+        """End a world that `start` started. *Local*; never waits for other ranks."""
+
+    @abstractmethod
+    def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
+        """Build states, all or none. *Collective over the members, in the same order.*
+
+        Everything that can be wrong with a plan is refused before the first group exists.
+        """
+
+    @abstractmethod
+    def release(self, states: Sequence[ParallelState]) -> None:
+        """Let go of what only these states hold. *Local.*"""

@@ -1,0 +1,110 @@
+"""What launchers leave in the environment, read once and checked: torchrun's variables and dualmesh's own.
+
+Starting a world from it is in `session`.
+"""
+
+import os
+from collections.abc import Mapping
+
+from dualmesh.backend import Launch
+from dualmesh.errors import LaunchError, listed
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TIMEOUT_VARIABLE = "DUALMESH_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 60.0
+
+
+def timeout_s(given: float | None = None, variables: Mapping[str, str] | None = None) -> float:
+    """Return how long agreements wait, in seconds: the argument, DUALMESH_TIMEOUT_S, or 60. *Local.*"""
+    if given is not None:
+        value: float | str = given
+    else:
+        value = (os.environ if variables is None else variables).get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S)
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        source = "timeout_s" if given is not None else TIMEOUT_VARIABLE
+        raise LaunchError(f"{source}={value!r} is no time. Give seconds above 0.", value=value)
+    return seconds
+
+
+def launch_from(
+    variables: Mapping[str, str],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    local_devices: int | None = None,
+    timeout_s: float | None = None,
+) -> Launch:
+    """Return this process' place in the world; arguments win over torchrun's variables. *Pure.*
+
+    Raises:
+        LaunchError: Some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set and some are not, or a value is no
+            number, or the rank is not in the world.
+    """
+    if rank is not None or init_method is not None:
+        return _given(rank, world_size, init_method, local_devices, timeout_s)
+    found = [name for name in TORCHRUN if variables.get(name)]
+    if not found:
+        return Launch(world_size=world_size, local_devices=local_devices, timeout_s=timeout_s)
+    missing = [name for name in TORCHRUN if name not in found]
+    if missing:
+        raise LaunchError(
+            f"init_distributed: {listed(found)} set, but {listed(missing)} missing. Set all of {listed(TORCHRUN)} "
+            f"(torchrun does), or unset them for a single process.",
+            found=tuple(found),
+            missing=tuple(missing),
+        )
+    processes = _number(variables, "WORLD_SIZE")
+    rank = _number(variables, "RANK")
+    _check_rank(rank, processes)
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        process_count=processes,
+        local_rank=_number(variables, "LOCAL_RANK", rank),
+        init_method=f"tcp://{variables['MASTER_ADDR']}:{_number(variables, 'MASTER_PORT')}",
+        local_devices=local_devices,
+        timeout_s=timeout_s,
+    )
+
+
+def _given(
+    rank: int | None,
+    world_size: int | None,
+    init_method: str | None,
+    local_devices: int | None,
+    timeout_s: float | None,
+) -> Launch:
+    if rank is None or world_size is None or (init_method is None and world_size > 1):
+        raise LaunchError(
+            f"init_distributed: rank={rank!r}, world_size={world_size!r}, init_method={init_method!r}. Give all three, "
+            f"for example rank=0, world_size=4, init_method='tcp://127.0.0.1:29500'.",
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+        )
+    _check_rank(rank, world_size)
+    return Launch(rank, None, world_size, rank, init_method, local_devices, timeout_s)
+
+
+def _check_rank(rank: int, processes: int) -> None:
+    if not 0 <= rank < processes:
+        raise LaunchError(
+            f"init_distributed: rank {rank} is not in a world of {processes}. Ranks are 0..{processes - 1}.",
+            rank=rank,
+            world_size=processes,
+        )
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    value = variables.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        return int(value or "")
+    except ValueError:
+        raise LaunchError(f"init_distributed: {name}={value!r} is no integer.", name=name, value=value) from None

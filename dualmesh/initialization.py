@@ -1,0 +1,251 @@
+"""`init_parallel_state` and its kin: from arguments to a registered state.
+
+The usual axes are written in `usual`, names are kept in `registry`, worlds are started in `session`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+from dualmesh import scope
+from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.registry import registry
+from dualmesh.resolution import whole
+from dualmesh.session import Session, session_for
+from dualmesh.spec import TopologySpec
+from dualmesh.state import ParallelState, StatePlan
+from dualmesh.topology import Topology
+from dualmesh.usual import parallel_spec
+
+DP_MODES = ("fsdp2", "fsdp1", "ddp")
+INCLUDE_SP = (
+    "init_parallel_state: include_sp_in_fsdp=False is not supported: parameters are always sharded over the sequence "
+    "axes too (dp_shard_sp). Leave the argument out, or declare axes of your own with spec=dm.TopologySpec(...)."
+)
+
+
+def init_parallel_state(
+    dp_size: int | None = None,
+    dp_replicate_size: int = 1,
+    dp_shard_size: int = 1,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ulysses_size: int = 1,
+    dp_mode: Literal["fsdp2", "fsdp1", "ddp"] = "fsdp2",
+    device_type: str | None = None,
+    include_sp_in_fsdp: bool = True,
+    extra_parallel_sizes: Sequence[int] = (1,),
+    extra_parallel_placement_innermost: Sequence[bool] = (False,),
+    extra_parallel_names: Sequence[str] = ("ep",),
+    async_enabled: bool = False,
+    name: str = "base",
+    *,
+    spec: TopologySpec | None = None,
+    ep_size: int | None = None,
+    ep_over: Sequence[str] | None = None,
+    extra_parallel_outermost: Sequence[bool] | None = None,
+    backend: str | None = None,
+    ranks: Iterable[int] | None = None,
+    own_groups: bool = False,
+    group_options: Mapping[str, Any] | None = None,
+) -> ParallelState:
+    """Register a named state; the first one becomes the process-wide default. *Collective over the state's ranks.*
+
+    Sizes are as in `parallel_spec`. An equal state under another name is the same state and creates nothing. A taken
+    name warns and returns the registered state (an error in strict mode when the settings differ).
+
+    Args:
+        dp_mode: "fsdp2", "fsdp1" or "ddp"; kept for the trainer, changes no layout.
+        device_type: "cpu", "cuda", ...; None: the world's.
+        include_sp_in_fsdp: Must be True.
+        extra_parallel_placement_innermost: Accepted for the seed's callers and changes nothing: extra axes are
+            innermost unless `extra_parallel_outermost` says otherwise.
+        async_enabled: Kept for the trainer.
+        name: The name to register.
+        spec: Axes of one's own, instead of sizes.
+        backend: "torch", "jax", "sim"; None: see `discovery.choose`.
+        ranks: The session ranks of the state in grid order, when it is not over all of them.
+        own_groups: Give the state communicators of its own.
+        group_options: Options of its process groups.
+
+    Raises:
+        SpecError: The sizes do not fit; nothing was created.
+        ArgumentError: Another argument is not allowed.
+    """
+    sizes: dict[str, tuple[Any, Any]] = {
+        "dp_size": (dp_size, None),
+        "dp_replicate_size": (dp_replicate_size, 1),
+        "dp_shard_size": (dp_shard_size, 1),
+        "tp_size": (tp_size, 1),
+        "pp_size": (pp_size, 1),
+        "cp_size": (cp_size, 1),
+        "ulysses_size": (ulysses_size, 1),
+        "extra_parallel_sizes": (extra_parallel_sizes, (1,)),
+        "ep_size": (ep_size, None),
+    }
+    if not include_sp_in_fsdp:
+        raise ArgumentError(INCLUDE_SP, include_sp_in_fsdp=include_sp_in_fsdp)
+    if spec is None:
+        spec = parallel_spec(
+            **{key: value for key, (value, _) in sizes.items()},
+            extra_parallel_names=extra_parallel_names,
+            extra_parallel_outermost=extra_parallel_outermost,
+            ep_over=ep_over,
+        )
+    else:
+        given = [key for key, (value, default) in sizes.items() if value != default]
+        if given:
+            raise ArgumentError(
+                f"init_parallel_state: both spec and {listed(given)} were given. Declare the sizes in one of them.",
+                given=tuple(given),
+            )
+    states = init_parallel_states(
+        {name: spec},
+        dp_mode=dp_mode,
+        device_type=device_type,
+        async_enabled=async_enabled,
+        backend=backend,
+        ranks=ranks,
+        own_groups=own_groups,
+        group_options=group_options,
+    )
+    return states[name]
+
+
+def init_parallel_states(
+    specs: Mapping[str, TopologySpec],
+    default: str | None = None,
+    *,
+    dp_mode: str = "fsdp2",
+    device_type: str | None = None,
+    async_enabled: bool = False,
+    backend: str | None = None,
+    ranks: Iterable[int] | None = None,
+    own_groups: bool = False,
+    group_options: Mapping[str, Any] | None = None,
+) -> dict[str, ParallelState]:
+    """Register several named states at once, all or none. *Collective over their ranks*; in any order of names.
+
+    Args:
+        specs: Specs by name.
+        default: The name that becomes the process-wide default where there is none yet; None: the first.
+        dp_mode: As in `init_parallel_state`, like all further arguments.
+
+    >>> import dualmesh as dm
+    >>> specs = {"thinker": dm.parallel_spec(dp_shard_size=2, ulysses_size=2), "talker": dm.parallel_spec(dp_size=4)}
+    >>> with dm.session(backend="sim", world_size=4):
+    ...     states = dm.init_parallel_states(specs)
+    >>> states["talker"].size("dp")
+    4
+    """
+    _check_names(specs, default)
+    if dp_mode not in DP_MODES:
+        raise ArgumentError(
+            f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
+            dp_mode=dp_mode,
+        )
+    with registry.lock:
+        current = session_for(backend)
+        places = _places(ranks, current)
+        plans = {
+            name: StatePlan(
+                topology=_fitted(name, specs[name], places, current),
+                ranks=places,
+                backend=current.backend,
+                device_type=device_type or current.world.device_type,
+                dp_mode=dp_mode,
+                async_enabled=bool(async_enabled),
+                own_groups=bool(own_groups),
+                group_options=tuple(sorted((group_options or {}).items())),
+            )
+            for name in sorted(specs)
+        }
+        return _registered(specs, default, plans, current)
+
+
+def _registered(
+    specs: Mapping[str, TopologySpec], default: str | None, plans: Mapping[str, StatePlan], current: Session
+) -> dict[str, ParallelState]:
+    states = {name: registry.taken(name, plan) for name, plan in plans.items()}
+    wanted = {name: plan for name, plan in plans.items() if states[name] is None}
+    missing = [plan for plan in dict.fromkeys(wanted.values()) if registry.find(plan) is None]
+    built = dict(zip(missing, current.driver.build(missing, current.world) if missing else [], strict=True))
+    for name in specs:
+        if name in wanted:
+            registry.add(name, built.get(wanted[name]) or _found(wanted[name]))
+    if scope.default_state() is None and specs:
+        first = default if default is not None else next(iter(specs))
+        scope.set_default(registry.get(first), first)
+    return {name: registry.get(name) for name in specs}
+
+
+def _found(plan: StatePlan) -> ParallelState:
+    state = registry.find(plan)
+    if state is None:
+        raise ArgumentError("init_parallel_state: the state ended while it was being registered. Init again.")
+    return state
+
+
+def _check_names(specs: Mapping[str, TopologySpec], default: str | None) -> None:
+    for name, spec in specs.items():
+        if not isinstance(name, str) or not name:
+            raise ArgumentError(f"init_parallel_state: {name!r} is no name. Names are non-empty strings.", name=name)
+        if not isinstance(spec, TopologySpec):
+            raise ArgumentError(
+                f"init_parallel_states: {name!r} maps to {spec!r}. Give a dm.TopologySpec, for example "
+                f"dm.parallel_spec(dp_size=2).",
+                name=name,
+                spec=spec,
+            )
+    if default is not None and default not in specs:
+        raise ArgumentError(
+            f"init_parallel_states: default={default!r} is not among the names given: {listed(specs)}."
+            f"{did_you_mean(default, specs)}",
+            default=default,
+        )
+
+
+def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | None:
+    """Return the session ranks of a state in grid order, or None for all of them in order."""
+    if ranks is None:
+        return None
+    places = tuple(ranks)
+    numbers = [whole(rank) for rank in places]
+    world = range(current.world_size)
+    bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
+    if bad or len(set(numbers)) < len(places) or not places:
+        raise ArgumentError(
+            f"init_parallel_state: ranks={places!r}. They must be different ranks of the session, "
+            f"0..{current.world_size - 1}, at least one. Not allowed: {listed(bad) if bad else 'repetitions'}.",
+            ranks=places,
+        )
+    kept = tuple(number for number in numbers if number is not None)
+    return None if kept == tuple(range(current.world_size)) else kept
+
+
+def _fitted(name: str, spec: TopologySpec, places: tuple[int, ...] | None, current: Session) -> Topology:
+    """Resolve a spec for the ranks that the state is over."""
+    if places is not None:
+        return spec.resolve(len(places))
+    if not whole(spec.rank_offset):
+        return spec.resolve(current.world_size)
+    sizes = [whole(size) or 0 for size in spec.axes.values()]
+    rest = current.world_size - spec.rank_offset
+    topology = spec.resolve(max(rest, 1) if -1 in sizes else max(prod(sizes), 1))
+    if topology.world_size > rest:
+        raise ArgumentError(
+            f"init_parallel_state: {name!r} has {topology.world_size} ranks from rank {spec.rank_offset}, but the session "
+            f"has {current.world_size} ranks. Lower rank_offset or the sizes.",
+            name=name,
+        )
+    return topology
+
+
+def get_parallel_state_by_name(name: str) -> ParallelState:
+    """Return the registered state of a name; the ambient state stays. *Local.*
+
+    Raises:
+        UnknownStateError: The name is not registered; the message lists those that are.
+    """
+    return registry.get(name)

@@ -1,0 +1,69 @@
+"""The loss and its gradients with every factor equal to one.
+
+The differentiated objective is the sum over ranks of each rank's scalar; this module makes trainers need no size.
+"""
+
+from typing import Any
+
+from dualmesh import ops
+from dualmesh.lazy import array_api_compat
+from dualmesh.scope import get_parallel_state
+from dualmesh.state import ParallelState
+from dualmesh.topology import Axis
+
+
+def token_mean(
+    loss_sum: Any, count: Any, axis: Axis | None = None, *, total: Any = None, state: ParallelState | None = None
+) -> tuple[Any, Any]:
+    """Return (objective, value) of a mean over all tokens of all ranks.
+
+    objective = loss_sum / total; the sum over ranks of the objectives is the global mean, so gradients are summed
+    and no factor appears. value = that mean on every rank, for the log, cut off from the gradient. Ranks without
+    tokens contribute 0; with no token anywhere both are 0.
+
+    *Collective over the axis.*
+
+    Args:
+        loss_sum: This rank's summed loss, a floating-point scalar, shape ().
+        count: This rank's number of tokens, a number or a scalar array.
+        axis: The axis over which tokens differ; None: the role "loss".
+        total: The number of tokens of all ranks (and of all micro-batches); None: the sum of `count` over the axis.
+    """
+    owner = get_parallel_state() if state is None else state
+    over = owner.topology.role("loss") if axis is None else axis
+    xp = array_api_compat.array_namespace(loss_sum)
+    cut = owner.collectives.stop_gradient if owner.size(over) > 1 else _unchanged
+    if total is None:
+        own = xp.zeros_like(loss_sum) + count
+        total = ops.all_reduce(cut(own), over, state=owner)
+    whole = xp.zeros_like(loss_sum) + total
+    objective = loss_sum / xp.where(whole > 0, whole, xp.ones_like(whole))
+    return objective, ops.all_reduce(cut(objective), over, state=owner)
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def sum_gradients(model: Any, *, state: ParallelState | None = None) -> None:
+    """Make every gradient reduction that wrappers in `model` do (FSDP2, DDP) a plain sum. *Local.*
+
+    With `token_mean`'s objective the gradient of the global loss is the sum over ranks. JAX needs nothing.
+    """
+    owner = get_parallel_state() if state is None else state
+    owner.programs.sum_gradients(model)
+
+
+def sync_gradients(params: Any, axis: Axis | None = None, *, state: ParallelState | None = None) -> Any:
+    """Sum the gradients of replicated, unwrapped parameters over the axis that they are replicated on.
+
+    *Collective over the axis.* Torch: `params` are parameters or a module; their `.grad` is summed in place. JAX:
+    `params` is a tree of per-rank gradients inside `shard_map`; the summed tree is returned.
+
+    Args:
+        axis: The axis; None: the role "loss".
+    """
+    owner = get_parallel_state() if state is None else state
+    over = owner.topology.role("loss") if axis is None else axis
+    owner.require_ready("sync_gradients")
+    return params if owner.size(over) == 1 else owner.programs.sync_gradients(params, over)

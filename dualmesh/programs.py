@@ -1,0 +1,96 @@
+"""Functions of global arrays: `shard_map`, `value_and_grad`, `remat`.
+
+Their per-rank collectives are in `ops`; what each framework makes of them is in the backends (`verbs.Programs`).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dualmesh.errors import ArgumentError
+from dualmesh.scope import get_parallel_state
+from dualmesh.state import ParallelState
+
+
+class ShardMapped:
+    """What `shard_map` returns: a callable that keeps one built program per state."""
+
+    def __init__(self, fn: Callable[..., Any], state: ParallelState | None, *settings: Any) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._state = state
+        self._settings = settings
+        self._built: WeakKeyDictionary[ParallelState, Callable[..., Any]] = WeakKeyDictionary()
+
+    def __call__(self, *args: Any) -> Any:
+        state = get_parallel_state() if self._state is None else self._state
+        state.require_ready("shard_map")
+        program = self._built.get(state)
+        if program is None:
+            program = self._built[state] = state.programs.shard_map(self._fn, *self._settings)
+        return program(*args)
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    state: ParallelState | None = None,
+    axes: Sequence[str] | None = None,
+    check_replicated: bool = False,
+) -> ShardMapped:
+    """Lift a function of per-rank blocks to global arrays; value and gradient are those of the global function.
+
+    *Collective over the state when called.* Everything that needs a gradient must be an argument.
+
+    Args:
+        fn: Called with one block per argument; runs inside the scope that is ambient at the call.
+        in_specs: One spec per argument: a `dm.P`, or nested containers of them (a prefix of the argument).
+        out_specs: The same for the result; `dm.P(partial=axis)` sums a result over an axis.
+        state: The state; None: the ambient one at the call.
+        axes: Split over these axes only, and leave the others to the framework (JAX partial-manual).
+        check_replicated: Verify that results declared replicated are.
+
+    >>> import dualmesh as dm, numpy as np
+    >>> with dm.session(backend="sim", world_size=4):
+    ...     base = dm.init_parallel_state(dp_size=4)
+    ...     total = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P())
+    ...     dm.to_numpy(total(dm.distribute(np.arange(8.0), dm.P("dp")))).tolist()
+    [12.0, 16.0]
+    """
+    return ShardMapped(fn, state, in_specs, out_specs, None if axes is None else tuple(axes), check_replicated)
+
+
+def value_and_grad(
+    fn: Callable[..., Any], argnums: int | Sequence[int] = 0, *, state: ParallelState | None = None
+) -> Callable[..., tuple[Any, Any]]:
+    """Return a function that gives (value, gradient) of a global scalar. *Collective over the state when called.*
+
+    Args:
+        fn: Global arrays in, a global scalar out, for example what `shard_map` returns with out_specs `dm.P()`.
+        argnums: Which arguments to differentiate; an int gives one gradient, a sequence a tuple of them. Arguments
+            may be nested containers; gradients have their structure, shapes and shardings.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise ArgumentError(f"value_and_grad: argnums={argnums!r}. Give an argument's position or several, from 0.")
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> tuple[Any, Any]:
+        owner = get_parallel_state() if state is None else state
+        owner.require_ready("value_and_grad")
+        value, gradients = owner.programs.value_and_grad(fn, numbers)(*args)
+        return value, gradients[0] if isinstance(argnums, int) else gradients
+
+    return wrapper
+
+
+def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` with its activations recomputed in backward, under the scope that its forward had. *Local.*"""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return get_parallel_state().programs.remat(fn)(*args, **kwargs)
+
+    return wrapper

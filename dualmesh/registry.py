@@ -1,0 +1,120 @@
+"""Names to states, and what a state is to the state: the two maps, with one owner.
+
+Which state is ambient is in `scope`; building states is in `initialization`.
+"""
+
+import os
+import threading
+import warnings
+
+from dualmesh.errors import StateWarning, TakenNameError, UnknownStateError, did_you_mean, listed
+from dualmesh.state import ParallelState, StatePlan
+
+STRICT_VARIABLE = "DUALMESH_STRICT"
+
+
+class Registry:
+    """The states of one process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._names: dict[str, ParallelState] = {}
+        self._states: dict[StatePlan, ParallelState] = {}
+        self._strict: bool | None = None
+
+    def get(self, name: str) -> ParallelState:
+        """Return the state of a name. *Local.*
+
+        Raises:
+            UnknownStateError: The name is not registered; the message lists those that are.
+        """
+        try:
+            return self._names[name]
+        except (KeyError, TypeError):
+            names = list(self._names)
+            raise UnknownStateError(
+                f"Parallel state {name!r} is not registered. Registered names: {listed(names)}."
+                f"{did_you_mean(name, names)}",
+                name=name,
+                names=names,
+            ) from None
+
+    def names(self) -> list[str]:
+        """Return all registered names, first one first. *Local.*"""
+        return list(self._names)
+
+    def states(self) -> list[ParallelState]:
+        """Return all states. *Local.*"""
+        return list(self._states.values())
+
+    def find(self, plan: StatePlan) -> ParallelState | None:
+        """Return the live state that is what the plan says, or None. *Local.*"""
+        state = self._states.get(plan)
+        return state if state is not None and state.is_live else None
+
+    def add(self, name: str, state: ParallelState) -> None:
+        """Register a state under a name; `state` may have other names already. *Local.*"""
+        self._names[name] = state
+        self._states[state.plan] = state
+        if name not in state.names:
+            state.names.append(name)
+
+    def taken(self, name: str, plan: StatePlan) -> ParallelState | None:
+        """Return the live state that already has the name, after a warning, or None. *Local.*
+
+        Raises:
+            TakenNameError: Strict mode, and the plan differs.
+        """
+        state = self._names.get(name)
+        if state is None or not state.is_live:
+            return None
+        if state.plan == plan:
+            message = f"Parallel state {name!r} is already registered; it is returned as it is."
+            warnings.warn(message, StateWarning, stacklevel=4)
+            return state
+        message = f"Parallel state {name!r} is already registered as {_described(state.plan)}; asked for now: "
+        message += f"{_described(plan)}."
+        if self.strict:
+            cure = "Use another name, or clear_parallel_state() first."
+            raise TakenNameError(f"{message} {cure}", name=name, found=state.plan, asked=plan)
+        warnings.warn(
+            f"{message} The registered state is returned and the new settings are ignored. Use another name, or make "
+            f"this an error with dm.strict(True).",
+            StateWarning,
+            stacklevel=4,
+        )
+        return state
+
+    @property
+    def strict(self) -> bool:
+        """Whether a taken name with other settings is an error."""
+        if self._strict is None:
+            return os.environ.get(STRICT_VARIABLE, "0") not in ("", "0", "false", "False")
+        return self._strict
+
+    @strict.setter
+    def strict(self, on: bool) -> None:
+        self._strict = on
+
+    def drop(self, states: list[ParallelState]) -> None:
+        """Forget states and all their names. *Local.*"""
+        gone = {id(state) for state in states}
+        self._names = {name: state for name, state in self._names.items() if id(state) not in gone}
+        self._states = {plan: state for plan, state in self._states.items() if id(state) not in gone}
+
+
+def _described(plan: StatePlan) -> str:
+    settings = [f"{plan.topology!r} on {plan.backend}/{plan.device_type}", f"dp_mode={plan.dp_mode!r}"]
+    settings += [f"ranks={plan.ranks}"] if plan.ranks is not None else []
+    settings += ["async_enabled=True"] if plan.async_enabled else []
+    settings += ["own_groups=True"] if plan.own_groups else []
+    settings += [f"group_options={dict(plan.group_options)}"] if plan.group_options else []
+    return ", ".join(settings)
+
+
+registry = Registry()
+
+
+def strict(on: bool = True) -> None:
+    """Make a taken name with other settings an error (True) or a warning (False, the default). *Local.*"""
+    registry.strict = on

@@ -1,0 +1,201 @@
+"""Starting and ending worlds: one session is the life of one world.
+
+States inside a session are built in `initialization`; launcher variables are read in `environment`.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dualmesh import discovery, environment, scope
+from dualmesh.backend import Backend
+from dualmesh.errors import SessionError
+from dualmesh.registry import registry
+from dualmesh.state import ParallelState, World
+
+_sessions: dict[str, "Session"] = {}
+_lock = threading.RLock()
+
+
+class Session:
+    """The life of one world. `close()` ends it; a world that the caller started stays the caller's.
+
+    Attributes:
+        backend: The backend's name.
+        world_size: Ranks in the world.
+        local_ranks: Ranks that this process holds.
+    """
+
+    def __init__(self, driver: Backend, world: World, *, owned: bool) -> None:
+        self.driver = driver
+        self.world = world
+        self.owned = owned
+        self.backend = driver.name
+        self.world_size = world.size
+        self.local_ranks = world.local_ranks
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the world still exists."""
+        return self.world.is_live()
+
+    def states(self) -> list[ParallelState]:
+        """Return the registered states of this session. *Local.*"""
+        return [state for state in registry.states() if state.world is self.world]
+
+    def close(self) -> None:
+        """Clear the session's states and end its world, if dualmesh started it. *Local*; idempotent."""
+        with _lock:
+            forget(self.states())
+            if _sessions.get(self.backend) is self:
+                del _sessions[self.backend]
+            if self.owned and self.is_live:
+                self.driver.stop(self.world)
+
+    def __repr__(self) -> str:
+        life = "live" if self.is_live else "ended"
+        return f"<Session {self.backend!r}, world_size={self.world_size}, local_ranks={self.local_ranks}, {life}>"
+
+
+def init_distributed(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    local_devices: int | None = None,
+    timeout_s: float | None = None,
+) -> Session:
+    """Start the world of a framework. *Collective over all processes.*
+
+    Reads what torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) unless `rank` and `init_method`
+    are given; with neither, one process. A world that already runs is adopted and never ended by dualmesh.
+
+    Args:
+        backend: "torch", "jax", "sim" or another installed one; None: see `discovery.choose`.
+        rank: This process' rank; with it world_size counts processes.
+        world_size: Ranks (JAX and sim: devices and simulated ranks in one process).
+        init_method: "tcp://host:port" of process 0.
+        local_devices: Ranks that this process holds, where the backend lets one choose.
+        timeout_s: How long to wait for the other processes, in seconds.
+
+    Raises:
+        LaunchError: Variables or arguments are half given or contradict each other.
+        SessionError: A world of another size runs already, or the world cannot be started.
+    """
+    with _lock:
+        driver = discovery.choose(backend, _live_backends())
+        launch = environment.launch_from(
+            os.environ,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method,
+            local_devices=local_devices,
+            timeout_s=timeout_s,
+        )
+        running = driver.world()
+        if running is not None:
+            session = adopted(driver, running)
+            if world_size is not None and world_size != session.world_size:
+                raise SessionError(
+                    f"init_distributed: a {driver.name} world of {session.world_size} ranks runs already, asked for "
+                    f"{world_size}. End it first (Session.close()).",
+                    found=session.world_size,
+                    asked=world_size,
+                )
+            return session
+        return _kept(Session(driver, driver.start(launch), owned=True))
+
+
+@contextmanager
+def session(
+    backend: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    local_devices: int | None = None,
+    timeout_s: float | None = None,
+) -> Iterator[Session]:
+    """Run a block in a world of its own; tear down in order, also when the block raises. See `init_distributed`.
+
+    >>> import dualmesh as dm
+    >>> with dm.session(backend="sim", world_size=4) as session:
+    ...     dm.init_parallel_state(dp_size=2, tp_size=2).size("dp")
+    2
+    """
+    started = init_distributed(
+        backend,
+        rank=rank,
+        world_size=world_size,
+        init_method=init_method,
+        local_devices=local_devices,
+        timeout_s=timeout_s,
+    )
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def session_for(backend: str | None) -> Session:
+    """Return the live session of the backend meant, adopting or starting its world. *Local* unless it starts one."""
+    with _lock:
+        driver = discovery.choose(backend, _live_backends())
+        running = driver.world()
+        return init_distributed(driver.name) if running is None else adopted(driver, running)
+
+
+def adopted(driver: Backend, running: World) -> Session:
+    """Return the session of a running world; states of a world that ended before are forgotten. *Local.*"""
+    known = _sessions.get(driver.name)
+    if known is not None and known.is_live:
+        return known
+    if known is not None:
+        forget(known.states())
+    return _kept(Session(driver, running, owned=False))
+
+
+def _kept(new: Session) -> Session:
+    _sessions.pop(new.backend, None)
+    _sessions[new.backend] = new
+    return new
+
+
+def _live_backends() -> list[str]:
+    for name in [name for name, known in _sessions.items() if not known.is_live]:
+        forget(_sessions.pop(name).states())
+    return list(_sessions)
+
+
+def forget(states: list[ParallelState]) -> None:
+    """Unregister states and let their backends release what only they hold. *Local.*"""
+    default = scope.default_state()
+    if any(state is default for state in states):
+        scope.close_all()
+    registry.drop(states)
+    for name in dict.fromkeys(state.backend for state in states):
+        mine = [state for state in states if state.backend == name]
+        for state in mine:
+            state.release()
+        discovery.load(name).release(mine)
+    _next_default()
+
+
+def _next_default() -> None:
+    """Keep a default while states of another session are registered."""
+    names = registry.names()
+    if names and scope.default_state() is None:
+        scope.set_default(registry.get(names[0]), names[0])
+
+
+def clear_parallel_state() -> None:
+    """Forget the ambient state, all names and all states, and release their groups. *Local*; idempotent.
+
+    The world goes on. Old handles still answer sizes and ranks; using their groups, meshes or collectives raises
+    `StaleStateError`. Safe before and after the world was destroyed.
+    """
+    with _lock:
+        scope.close_all()
+        forget(registry.states())

@@ -1,0 +1,302 @@
+"""`ParallelState`: a topology bound to a backend under a session, and what every backend answers alike.
+
+How states are registered is in `registry` and `initialization`, how one becomes ambient in `scope`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dualmesh.errors import (
+    MembershipError,
+    RankError,
+    StaleStateError,
+    UnknownAxisError,
+    did_you_mean,
+    listed,
+)
+from dualmesh.partition_spec import P
+from dualmesh.spec import TopologySpec
+from dualmesh.topology import Axis, Topology
+from dualmesh.verbs import Arrays, Collectives, HostObjects, Programs
+
+
+@dataclass(frozen=True)
+class World:
+    """The live world that a backend runs in: torch processes, JAX devices, simulated ranks."""
+
+    size: int
+    local_ranks: tuple[int, ...]
+    """Ranks that this process holds."""
+    device_type: str
+    process_count: int
+    is_live: Callable[[], bool] = field(compare=False)
+    """Whether this very world still exists; a re-created one is another."""
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Everything that makes two states the same state."""
+
+    topology: Topology
+    ranks: tuple[int, ...] | None
+    """Session ranks in grid order; None: the topology's own ranks."""
+    backend: str
+    device_type: str
+    dp_mode: str = "fsdp2"
+    async_enabled: bool = False
+    own_groups: bool = False
+    group_options: tuple[tuple[str, Any], ...] = ()
+
+
+class AxisTable(dict[Axis, Any]):
+    """What a state holds per axis, made at first use; emptied when the state is released."""
+
+    def __init__(self, make: Callable[[Axis], Any]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, axis: Axis) -> Any:
+        value = self[axis] = self._make(axis)
+        return value
+
+
+class ParallelState(ABC):
+    """A named topology in use: sizes, ranks, groups, meshes and shardings.
+
+    Ranks are session ranks. `rank=None` means this process' rank. Sizes and ranks are answered without
+    communication and for ever; groups, meshes and collectives only while the session lives.
+
+    Attributes:
+        group: `group(axis)` returns the native group of an axis for this rank, never None. Local.
+        names: The names under which the state is registered, first one first.
+    """
+
+    backend: ClassVar[str]
+    collectives: Collectives
+    arrays: Arrays
+    programs: Programs
+    host: HostObjects
+    group: Callable[[Axis], Any]
+
+    def __init__(self, plan: StatePlan, world: World) -> None:
+        self.plan = plan
+        self.world = world
+        self.topology: Topology = plan.topology
+        self.world_size: int = plan.topology.world_size
+        self.axis_names: tuple[str, ...] = plan.topology.axis_names
+        self.names: list[str] = []
+        self._positions = None if plan.ranks is None else {rank: place for place, rank in enumerate(plan.ranks)}
+        self._groups = AxisTable(self._group_for)
+        self.group = self._groups.__getitem__
+        self._released = False
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> TopologySpec:
+        """The resolved spec."""
+        return self.topology.spec
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu", "cuda", ..."""
+        return self.plan.device_type
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The session ranks of this state that this process holds."""
+        return tuple(rank for rank in self.world.local_ranks if self.has_rank(rank))
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process holds a rank of the state."""
+        return bool(self.local_ranks)
+
+    def has_rank(self, rank: int) -> bool:
+        """Tell whether a session rank is in the state. *Pure.*"""
+        if self._positions is not None:
+            return rank in self._positions
+        return 0 <= rank - self.topology.rank_offset < self.world_size
+
+    # -- sizes and ranks -------------------------------------------------------------------------------------------
+
+    def size(self, axis: Axis) -> int:
+        """Return the number of positions along an axis. *Pure.*"""
+        try:
+            return self.topology.layout(axis).size
+        except UnknownAxisError:
+            raise self.unknown_axis(axis) from None
+
+    def enabled(self, axis: Axis) -> bool:
+        """Tell whether an axis has more than one position. *Pure.*"""
+        return self.size(axis) > 1
+
+    def index(self, axis: Axis, rank: int | None = None) -> Any:
+        """Return the position of a rank along an axis; traced inside a JAX `shard_map`. *Pure.*
+
+        Raises:
+            RankError: `rank` is left out where this process holds several, or is no rank of the state.
+        """
+        self.size(axis)
+        if rank is None:
+            return self._own_index(axis)
+        return self.topology.index(axis, self.grid_rank(rank))
+
+    def ranks(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
+        """Return the session ranks of a rank's group along an axis, in index order. *Pure.*"""
+        self.size(axis)
+        grid_ranks = self.topology.ranks(axis, self.grid_rank(self.own_rank() if rank is None else rank))
+        return tuple(self.session_rank(grid_rank) for grid_rank in grid_ranks)
+
+    def grid_rank(self, rank: int) -> int:
+        """Return the topology's rank for a session rank. *Pure.*"""
+        if not self.has_rank(rank):
+            raise RankError(f"{self.label} has no rank {rank}. Its ranks: {self._rank_list}.", rank=rank)
+        return rank if self._positions is None else self._positions[rank] + self.topology.rank_offset
+
+    def session_rank(self, grid_rank: int) -> int:
+        """Return the session rank for the topology's rank. *Pure.*"""
+        ranks = self.plan.ranks
+        return grid_rank if ranks is None else ranks[grid_rank - self.topology.rank_offset]
+
+    def own_rank(self) -> int:
+        """Return the one session rank that this code runs as. *Local.*
+
+        Raises:
+            RankError: This process holds several ranks of the state.
+            MembershipError: It holds none.
+        """
+        mine = self.local_ranks
+        if len(mine) == 1:
+            return mine[0]
+        if not mine:
+            raise self._not_member("own_rank")
+        raise RankError(
+            f"{self.label}: this process holds the ranks {listed(mine)}. Name one (rank=...), or ask inside "
+            f"dm.shard_map.",
+            ranks=mine,
+        )
+
+    def _own_index(self, axis: Axis) -> Any:
+        return self.topology.index(axis, self.grid_rank(self.own_rank()))
+
+    # -- roles -----------------------------------------------------------------------------------------------------
+
+    @property
+    def data_index(self) -> Any:
+        """This rank's index over the axes that load different data."""
+        return self.index(self.topology.role("data"))
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that load different data."""
+        return self.size(self.topology.role("data"))
+
+    def is_writer(self, axes: Axis | None = None) -> Any:
+        """Tell whether this rank has index 0 along the axes (default: all ranks of the state). *Pure.*"""
+        return self.index("world" if axes is None else axes) == 0
+
+    # -- what the backend holds ------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def mesh(self) -> Any:
+        """The native mesh of the state (DeviceMesh, jax Mesh)."""
+
+    @property
+    @abstractmethod
+    def fsdp_mesh(self) -> Any:
+        """The native mesh that shards parameters: 1-D, or 2-D (replicate, shard) where replicas exist."""
+
+    @abstractmethod
+    def submesh(self, *axes: str) -> Any:
+        """Return the native mesh of some axes, in the order given. Local; cached."""
+
+    @abstractmethod
+    def axes(self, axis: Axis) -> tuple[str, ...]:
+        """Return the native names of an axis, slowest first; empty for size 1. Local."""
+
+    @abstractmethod
+    def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> Any:
+        """Return the native form of a partition spec (jax PartitionSpec, DTensor placements). Local."""
+
+    @abstractmethod
+    def sharding(self, spec: P) -> Any:
+        """Return the native sharding of a spec (NamedSharding; (DeviceMesh, placements)). Local."""
+
+    @abstractmethod
+    def _group_for(self, axis: Axis) -> Any:
+        """Make or find the native group of an axis; called once per axis."""
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the state's session still runs and the state is still registered."""
+        return not self._released and self.world.is_live()
+
+    def require_live(self, where: str) -> None:
+        """Refuse use after the session ended. *Local.*
+
+        Raises:
+            StaleStateError: The state was cleared, or its world destroyed.
+        """
+        if self.is_live:
+            return
+        what = "was cleared" if self._released else f"lost its world: the {self.backend} session it was built in ended"
+        raise StaleStateError(
+            f"{where}: {self.label} {what}. Initialize the state again and ask for it by name.",
+            state=self,
+        )
+
+    def require_ready(self, where: str) -> None:
+        """Refuse communication that cannot be right: stale state, or not a member. *Local.*"""
+        self.require_live(where)
+        if not self.is_member:
+            raise self._not_member(where)
+
+    def release(self) -> None:
+        """Let go of groups and meshes; from here on the state only answers sizes and ranks. *Local.*"""
+        self._released = True
+        self._groups.clear()
+
+    def _not_member(self, where: str) -> MembershipError:
+        mine = listed(self.world.local_ranks)
+        return MembershipError(
+            f"{where}: this process (rank {mine}) is no member of {self.label}. Its ranks: "
+            f"{self._rank_list}. "
+            f"Ask state.is_member first.",
+            state=self,
+            ranks=self.world.local_ranks,
+        )
+
+    @property
+    def _rank_list(self) -> str:
+        first = self.topology.rank_offset
+        return f"{first}..{first + self.world_size - 1}" if self.plan.ranks is None else listed(self.plan.ranks)
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """How messages call the state: its first name, or its topology."""
+        return f"State {self.names[0]!r}" if self.names else f"State {self.topology!r}"
+
+    def unknown_axis(self, axis: object) -> UnknownAxisError:
+        """Return the error for an axis that the state does not have."""
+        names = self.axis_names
+        return UnknownAxisError(
+            f"{self.label} has no axis {axis!r}. Axes: {listed(names)}.{did_you_mean(axis, names)}",
+            axis=axis,
+            axes=names,
+            state=self,
+        )
+
+    def __repr__(self) -> str:
+        name = f"{self.names[0]!r}, " if self.names else ""
+        return f"<{type(self).__name__} {name}{self.topology!r}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
+        return self

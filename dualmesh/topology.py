@@ -1,0 +1,168 @@
+"""A resolved spec: every size known for a world, every question about ranks answered in closed form.
+
+How a spec is checked and resolved is in `resolution`; states, groups and meshes are in `state` and the backends.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
+from dualmesh.layout import Layout, overlap
+from dualmesh.resolution import ROLES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dualmesh.spec import TopologySpec
+
+Axis = str | tuple[str, ...]
+
+
+class Topology:
+    """Axes of known size over ranks `rank_offset .. rank_offset + world_size - 1`. Frozen and hashable; a value.
+
+    Wherever an axis is asked for, a tuple of names is a combined axis, first = slowest.
+
+    >>> import dualmesh as dm
+    >>> topology = dm.TopologySpec({"dp": -1, "tp": 2}).resolve(8)
+    >>> topology.ranks("dp", 3)
+    (1, 3, 5, 7)
+    >>> topology.partition("tp").tolist()
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+
+    def __init__(self, spec: "TopologySpec", world_size: int, layouts: Mapping[str, Layout]) -> None:
+        self.spec = spec
+        self.world_size = world_size
+        self.rank_offset = spec.rank_offset
+        self.base_axes = tuple(name for name, _ in spec.base)
+        self.axis_names = tuple(layouts)
+        self.layouts = MappingProxyType(dict(layouts))
+        self._joined: dict[tuple[str, ...], Layout] = {}
+        self._hash = hash((spec, world_size))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "_hash" in self.__dict__:
+            raise AttributeError(f"Topology is frozen: {name} cannot be set. Build another spec and resolve it.")
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Topology):
+            return NotImplemented
+        return self is other or (self.world_size == other.world_size and self.spec == other.spec)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _resolved_again, (self.spec, self.world_size)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        offset = f", rank_offset={self.rank_offset}" if self.rank_offset else ""
+        return f"Topology({sizes}, world_size={self.world_size}{offset})"
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """The size of every base axis, outermost first."""
+        return MappingProxyType({name: self.layouts[name].size for name in self.base_axes})
+
+    def layout(self, axis: Axis) -> Layout:
+        """Return the digits of an axis. *Pure.*
+
+        Raises:
+            UnknownAxisError: The topology has no such axis.
+            SpecError: A tuple names axes that share ranks.
+        """
+        if isinstance(axis, tuple):
+            found = self._joined.get(axis)
+            return found if found is not None else self._join(axis)
+        try:
+            return self.layouts[axis]
+        except (KeyError, TypeError):
+            raise self._unknown(axis) from None
+
+    def _join(self, axes: tuple[str, ...]) -> Layout:
+        layouts = [self.layout(name) for name in axes]
+        for later, layout in enumerate(layouts):
+            for earlier in range(later):
+                if overlap(layouts[earlier], layout):
+                    raise SpecError(
+                        f"Topology: axes {axes[earlier]!r} and {axes[later]!r} of {axes!r} share ranks, so they do not "
+                        f"combine. Name axes that cross.",
+                        axes=axes,
+                    )
+        return self._joined.setdefault(axes, Layout.joined(layouts))
+
+    def _unknown(self, axis: object) -> UnknownAxisError:
+        names = listed(self.axis_names)
+        return UnknownAxisError(
+            f"Topology has no axis {axis!r}. Axes: {names}.{did_you_mean(axis, self.axis_names)}",
+            axis=axis,
+            axes=self.axis_names,
+        )
+
+    def size(self, axis: Axis) -> int:
+        """Return the number of positions along an axis. *Pure.*"""
+        return self.layout(axis).size
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """Return the position of a rank along an axis. *Pure.*"""
+        return self.layout(axis).index(self.position(rank))
+
+    def ranks(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the group of `rank`, in index order. *Pure.*"""
+        group = self.layout(axis).ranks(self.position(rank))
+        return tuple(member + self.rank_offset for member in group) if self.rank_offset else group
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along every base axis. *Pure.*"""
+        position = self.position(rank)
+        return {name: self.layouts[name].index(position) for name in self.base_axes}
+
+    def partition(self, axis: Axis) -> "NDArray[np.int64]":
+        """Return all groups of an axis, shape (n_groups, size), ordered by their first rank. *Pure.*"""
+        groups = self.layout(axis).partition(self.world_size)
+        return groups + self.rank_offset if self.rank_offset else groups
+
+    def position(self, rank: int) -> int:
+        """Return a rank's place in the grid, `rank - rank_offset`. *Pure.*
+
+        Raises:
+            RankError: The rank is not in this world.
+        """
+        position = rank - self.rank_offset
+        if 0 <= position < self.world_size:
+            return position
+        last = self.rank_offset + self.world_size - 1
+        raise RankError(
+            f"Topology: rank {rank} is not in its world. Ranks: {self.rank_offset}..{last}.",
+            rank=rank,
+            world_size=self.world_size,
+        )
+
+    def role(self, part: str) -> tuple[str, ...]:
+        """Return the axes that play a part (data, params, loss, sequence, replicate). *Pure.*
+
+        Raises:
+            SpecError: The part is unknown, or the spec does not say which axes play it.
+        """
+        roles = self.spec.roles
+        if part in roles:
+            return roles[part]
+        if part not in ROLES:
+            raise SpecError(
+                f"Topology: no role {part!r}. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}", role=part
+            )
+        raise SpecError(
+            f"Topology: the spec does not say which axes play the role {part!r}. Roles given: {listed(roles)}. "
+            f"Declare it: TopologySpec(..., roles={{{part!r}: (...)}}).",
+            role=part,
+        )
+
+
+def _resolved_again(spec: "TopologySpec", world_size: int) -> Topology:
+    return spec.resolve(world_size)

@@ -1,0 +1,134 @@
+"""The usual axes of a trainer, and the specs that its sizes mean.
+
+Axes of one's own need nothing from here: declare them with `TopologySpec`.
+"""
+
+from collections.abc import Sequence
+
+from dualmesh.errors import SpecError, counted
+from dualmesh.resolution import whole
+from dualmesh.spec import TopologySpec, View
+
+BASE_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
+COMBINED_AXES = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "sp": ("ulysses", "cp"),
+    "dp_shard_sp": ("dp_shard", "ulysses", "cp"),
+    "dp_sp": ("dp_replicate", "dp_shard", "ulysses", "cp"),
+}
+ROLES = {
+    "data": ("dp_replicate", "dp_shard"),
+    "params": ("dp_shard", "ulysses", "cp"),
+    "loss": ("dp_replicate", "dp_shard", "ulysses", "cp"),
+    "sequence": ("ulysses", "cp"),
+    "replicate": ("dp_replicate",),
+}
+
+
+def parallel_spec(
+    dp_size: int | None = None,
+    dp_replicate_size: int = 1,
+    dp_shard_size: int = 1,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    cp_size: int = 1,
+    ulysses_size: int = 1,
+    *,
+    extra_parallel_sizes: Sequence[int] = (1,),
+    extra_parallel_names: Sequence[str] = ("ep",),
+    extra_parallel_outermost: Sequence[bool] | None = None,
+    ep_size: int | None = None,
+    ep_over: Sequence[str] | None = None,
+) -> TopologySpec:
+    """Write the spec of the usual axes. *Pure.*
+
+    Base axes, outermost first: pp, dp_replicate, dp_shard, ulysses, cp, tp. Combined: dp, sp, dp_shard_sp, dp_sp.
+    Each extra parallel NAME of size > 1 adds a view over dp_shard x ulysses x cp with the axes NAME_fsdp and NAME.
+
+    Args:
+        dp_size: dp_replicate_size * dp_shard_size; alone it means dp_shard_size.
+        dp_replicate_size: Replicas of the sharded parameters.
+        dp_shard_size: Data-parallel ranks that share the parameters; -1 is inferred from the world.
+        tp_size: Tensor parallel.
+        pp_size: Pipeline stages.
+        cp_size: Context (ring) parallel.
+        ulysses_size: Ulysses sequence parallel.
+        extra_parallel_sizes: One size per extra parallel.
+        extra_parallel_names: One name per extra parallel.
+        extra_parallel_outermost: Per extra parallel: NAME outside NAME_fsdp instead of innermost.
+        ep_size: Short for the size of the extra parallel "ep".
+        ep_over: The axes that the extra parallels span, instead of dp_shard, ulysses, cp.
+
+    Raises:
+        SpecError: dp_size disagrees with the other two, or the extra parallels' lists differ in length.
+
+    >>> parallel_spec(dp_shard_size=4, ulysses_size=2).resolve(8).partition("sp").tolist()
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+    replicate, shard = _data_parallel(dp_size, dp_replicate_size, dp_shard_size)
+    sizes = (pp_size, replicate, shard, ulysses_size, cp_size, tp_size)
+    extras = _extras(extra_parallel_names, extra_parallel_sizes, extra_parallel_outermost, ep_size)
+    over = tuple(ep_over) if ep_over is not None else COMBINED_AXES["dp_shard_sp"]
+    views = {}
+    combined: dict[str, tuple[str, ...]] = dict(COMBINED_AXES)
+    for name, (size, outermost) in extras.items():
+        if whole(size) == 1:
+            continue
+        axes = {name: size, f"{name}_fsdp": -1} if outermost else {f"{name}_fsdp": -1, name: size}
+        views[name] = View(over, axes)
+        combined[f"{name}_replicate"] = ("dp_replicate",)
+    return TopologySpec(dict(zip(BASE_AXES, sizes, strict=True)), combined, views, ROLES)
+
+
+def _data_parallel(total: int | None, replicate: int, shard: int) -> tuple[int, int]:
+    """Return (dp_replicate, dp_shard) from the three sizes, of which the first may be left out."""
+    if total is None:
+        return replicate, shard
+    numbers = [whole(value) for value in (total, replicate, shard)]
+    for name, value in zip(("dp_size", "dp_replicate_size", "dp_shard_size"), (total, replicate, shard), strict=True):
+        if whole(value) is None:
+            raise SpecError(f"parallel_spec: {name}={value!r} is no size. Sizes are positive integers, or one -1.")
+    dp, outer, inner = (number or 0 for number in numbers)
+    if outer == 1 and inner in (1, -1):
+        return 1, dp
+    if dp == -1 and inner == 1:
+        return outer, -1
+    if inner == -1 and outer > 0 and dp > 0 and dp % outer == 0:
+        return outer, dp // outer
+    if dp != outer * inner:
+        fits = f" dp_shard_size={dp // outer} would fit." if outer > 0 and dp > 0 and dp % outer == 0 else ""
+        raise SpecError(
+            f"parallel_spec: dp_size={dp}, but dp_replicate_size={outer} * dp_shard_size={inner} is {outer * inner}. "
+            f"Leave dp_size out, or make them agree.{fits}",
+            dp_size=dp,
+            dp_replicate_size=outer,
+            dp_shard_size=inner,
+        )
+    return outer, inner
+
+
+def _extras(
+    names: Sequence[str], sizes: Sequence[int], outermost: Sequence[bool] | None, ep_size: int | None
+) -> dict[str, tuple[int, bool]]:
+    """Return {name: (size, outermost)} of the extra parallels."""
+    flags = tuple(outermost) if outermost is not None else (False,) * len(names)
+    if not len(names) == len(sizes) == len(flags):
+        raise SpecError(
+            f"parallel_spec: {counted(len(names), 'extra parallel name')} {tuple(names)!r}, "
+            f"{counted(len(sizes), 'size')} {tuple(sizes)!r}, {counted(len(flags), 'placement')} {flags!r}. "
+            f"Give one size and one placement per name.",
+            names=tuple(names),
+            sizes=tuple(sizes),
+        )
+    if len(set(names)) < len(names):
+        raise SpecError(f"parallel_spec: extra parallel names {tuple(names)!r} repeat. Name each once.", names=names)
+    extras = {name: (size, bool(flag)) for name, size, flag in zip(names, sizes, flags, strict=True)}
+    if ep_size is not None:
+        given = extras.get("ep", (1, False))
+        if given[0] not in (1, ep_size):
+            raise SpecError(
+                f"parallel_spec: ep_size={ep_size!r}, but extra_parallel_sizes gives ep={given[0]!r}. Give one.",
+                ep_size=ep_size,
+            )
+        extras["ep"] = (ep_size, given[1])
+    return extras

@@ -1,0 +1,139 @@
+"""What a backend carries out on arrays: the four abstract classes behind every public array function.
+
+Arguments arrive here checked and normalised (`ops`, `arrays`, `shard_map`, `host` do that); starting worlds and
+building states is in `backend`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+from dualmesh.partition_spec import P
+from dualmesh.topology import Axis
+
+Kind = Literal["bool", "integer", "float", "complex"]
+
+
+class Collectives(ABC):
+    """Per-rank blocks in, per-rank blocks out; differentiable, each with the transpose of `op_table` as gradient.
+
+    Dims are non-negative, sizes divide, axes exist and have size > 1 (`permute`, `take_block` and `axis_index` also
+    come with size 1). Inputs may be non-contiguous. The result never shares memory with the input.
+    """
+
+    @abstractmethod
+    def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        """Refuse an array or a place in which `where` cannot run; return the kind of the array's dtype.
+
+        Raises:
+            ArrayTypeError: `x` is no array of this backend.
+            OutsideShardMapError: No rank is defined here.
+            StaleStateError: The state's session has ended.
+        """
+
+    @abstractmethod
+    def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
+        """Reduce elementwise over the axis; shape stays. `op` is sum, mean, max or min."""
+
+    @abstractmethod
+    def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        """Concatenate the blocks along `dim` in index order; `dim` grows by the size of the axis."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
+        """Reduce, then keep block `index` of `dim`. `op` is sum or mean."""
+
+    @abstractmethod
+    def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+        """Send block j of `split_dim` to index j, concatenate what arrives along `concat_dim` by sender index."""
+
+    @abstractmethod
+    def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
+        """Return the bits of index `src`'s block everywhere."""
+
+    @abstractmethod
+    def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
+        """Send each pair's src block to its dst; indices that no pair names as dst get zeros."""
+
+    @abstractmethod
+    def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        """Return block `index` of `dim`; communicates nothing."""
+
+    @abstractmethod
+    def axis_index(self, axis: Axis) -> Any:
+        """Return this rank's index along the axis, an int or a traced integer."""
+
+    @abstractmethod
+    def stop_gradient(self, x: Any) -> Any:
+        """Return `x` cut off from the gradient."""
+
+
+class Arrays(ABC):
+    """Global arrays laid over the ranks of a state."""
+
+    @abstractmethod
+    def distribute(self, array: Any, spec: P) -> Any:
+        """Return a sharded array from a global host array that every process holds; communicates nothing."""
+
+    @abstractmethod
+    def to_numpy(self, x: Any) -> Any:
+        """Return the global value as a numpy array on every process. Collective over the state."""
+
+    @abstractmethod
+    def shard_local(self, block: Any, spec: P) -> Any:
+        """Return a sharded array from what this process holds; communicates nothing.
+
+        `block` is this rank's block, or for a process with several ranks the smallest slice of the global array
+        that covers all of its ranks' blocks.
+        """
+
+    @abstractmethod
+    def constrain(self, x: Any, spec: P) -> Any:
+        """Return the same global value with the sharding `spec`. Collective over the state."""
+
+
+class Programs(ABC):
+    """Functions of global arrays."""
+
+    @abstractmethod
+    def shard_map(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        axes: tuple[str, ...] | None,
+        check_replicated: bool,
+    ) -> Callable[..., Any]:
+        """Return `fn` lifted from per-rank blocks to global arrays; see `dualmesh.shard_map`."""
+
+    @abstractmethod
+    def value_and_grad(self, fn: Callable[..., Any], argnums: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+        """Return a function that gives (value, tuple of gradients by argnums) of a global scalar."""
+
+    @abstractmethod
+    def remat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` whose forward is recomputed in backward, under the scope that its forward had."""
+
+    @abstractmethod
+    def sum_gradients(self, model: Any) -> None:
+        """Make every gradient reduction that wrappers in `model` do a plain sum."""
+
+    @abstractmethod
+    def sync_gradients(self, params: Any, axis: Axis) -> Any:
+        """Sum the gradients of replicated parameters over the axis; return them."""
+
+
+class HostObjects(ABC):
+    """Plain Python objects between processes."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return once every process of the state is here. Collective over the state."""
+
+    @abstractmethod
+    def broadcast(self, value: Any, axis: Axis, *, src: int) -> Any:
+        """Return the object of index `src`. Collective over the axis."""
+
+    @abstractmethod
+    def all_gather(self, value: Any, axis: Axis) -> list[Any]:
+        """Return the objects of all indices, in index order. Collective over the axis."""
