@@ -101,7 +101,7 @@ class ParallelState(ABC):
 
     @property
     def device_type(self) -> str:
-        """ "cpu", "cuda", ..."""
+        """The kind of device, for example "cpu" or "cuda"."""
         return self.plan.device_type
 
     @property
