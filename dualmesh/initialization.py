@@ -213,6 +213,7 @@ def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | 
     places = tuple(ranks)
     numbers = [whole(rank) for rank in places]
     world = range(current.world_size)
+    world = range(current.world_size)
     bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
     if bad or len(set(numbers)) < len(places) or not places:
         raise ArgumentError(

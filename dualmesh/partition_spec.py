@@ -131,7 +131,8 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
         if shape[dim] % layout.size:
             raise ShapeError(
                 f"{what} of shape {tuple(shape)}: dim {dim} has size {shape[dim]}, which {entry!r} of size "
-                f"{layout.size} does not divide. Pad dim {dim} to a multiple of {layout.size}, or split it over fewer ranks.",
+                f"{layout.size} does not divide. Pad dim {dim} to a multiple of {layout.size}, or split it over fewer "
+                f"ranks.",
                 spec=spec,
                 shape=tuple(shape),
                 dim=dim,
