@@ -236,8 +236,8 @@ def _fitted(name: str, spec: TopologySpec, places: tuple[int, ...] | None, curre
     topology = spec.resolve(max(rest, 1) if -1 in sizes else max(prod(sizes), 1))
     if topology.world_size > rest:
         raise ArgumentError(
-            f"init_parallel_state: {name!r} has {topology.world_size} ranks from rank {spec.rank_offset}, but the session "
-            f"has {current.world_size} ranks. Lower rank_offset or the sizes.",
+            f"init_parallel_state: {name!r} has {topology.world_size} ranks from rank {spec.rank_offset}, but the "
+            f"session has {current.world_size} ranks. Lower rank_offset or the sizes.",
             name=name,
         )
     return topology
