@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Every check of the project, set-up included: lint, format, types, tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. .ci/environment.sh
+
+echo "ruff, mypy"
+ruff check .
+ruff format --check --quiet .
+mypy
+python -m pytest "$@"
