@@ -45,7 +45,7 @@ def load(name: str) -> Backend:
             raise _unknown(name)
         try:
             factory = point.load()
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             raise BackendImportError(
                 f"Backend {name!r} could not be imported: {error}. Install dualmesh-topology[{name}].", backend=name
             ) from error

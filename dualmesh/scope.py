@@ -22,12 +22,13 @@ Result = TypeVar("Result")
 class Scope:
     """One entered scope: a state, the name it was entered by, and the scope around it."""
 
-    __slots__ = ("closed", "held", "name", "outer", "state")
+    __slots__ = ("closed", "held", "name", "outer", "owner", "state")
 
-    def __init__(self, state: ParallelState, name: str, outer: "Scope | None") -> None:
+    def __init__(self, state: ParallelState, name: str, outer: "Scope | None", owner: object) -> None:
         self.state = state
         self.name = name
         self.outer = outer
+        self.owner = owner
         self.held: list[tuple[Callable[[Any], None], Any]] | None = None
         self.closed = False
 
@@ -77,9 +78,9 @@ def current_scope() -> Scope | None:
     return _current()
 
 
-def push(state: ParallelState, name: str) -> Scope:
+def push(state: ParallelState, name: str, owner: object = None) -> Scope:
     """Enter a scope; every storage knows it, or none does when one refuses. *Local.*"""
-    scope = Scope(state, name, _current())
+    scope = Scope(state, name, _current(), owner)
     if _mirrors:
         held: list[tuple[Callable[[Any], None], Any]] = []
         scope.held = held
@@ -155,31 +156,33 @@ class use_parallel_state:
         ScopeError: Scopes are left out of order; everything is put right first.
     """
 
-    __slots__ = ("_entered", "_target")
+    __slots__ = ("_last", "_target")
 
     def __init__(self, name_or_state: str | ParallelState) -> None:
         self._target = name_or_state
-        self._entered: tuple[Scope, Any] | None = None
+        self._last: Scope | None = None
 
     def __enter__(self) -> ParallelState:
         target = self._target
         if type(target) is str:
-            scope = push(registry.get(target), target)
+            scope = push(registry.get(target), target, self)
         elif isinstance(target, ParallelState):
-            scope = push(target, target.names[0] if target.names else repr(target.topology))
+            scope = push(target, target.names[0] if target.names else repr(target.topology), self)
         else:
             raise ArgumentError(
                 f"use_parallel_state: {target!r} is no state. Give a state or a registered name: "
                 f"{listed(registry.names())}.",
                 target=target,
             )
-        self._entered = (scope, self._entered)
+        self._last = scope
         return scope.state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        scope, self._entered = self._entered  # type: ignore[misc]  # entered: __enter__ came first
+        scope = self._own(_current())
+        if scope is None:
+            return
         if error is None:
             pop(scope)
             return
@@ -187,6 +190,12 @@ class use_parallel_state:
             pop(scope)
         except ScopeError as disorder:
             error.add_note(str(disorder))
+
+    def _own(self, scope: Scope | None) -> Scope | None:
+        """Find the innermost scope that this object entered in this thread or task; one object may serve many."""
+        while scope is not None and scope.owner is not self:
+            scope = scope.outer
+        return scope if scope is not None else self._last
 
     def __call__(self, fn: Callable[Params, Result]) -> Callable[Params, Result]:
         target = self._target
