@@ -1,0 +1,69 @@
+import pytest
+
+from dualmesh.environment import launch_from, timeout_s
+from dualmesh.errors import LaunchError
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_nothing_set_is_one_process():
+    launch = launch_from({})
+    assert (launch.rank, launch.process_count, launch.init_method) == (0, 1, None)
+
+
+def test_torchruns_variables_are_read():
+    launch = launch_from(TORCHRUN)
+    assert (launch.rank, launch.process_count, launch.local_rank) == (3, 4, 1)
+    assert launch.init_method == "tcp://10.0.0.1:29500"
+
+
+def test_arguments_win_over_variables():
+    launch = launch_from(TORCHRUN, rank=0, world_size=2, init_method="tcp://127.0.0.1:1")
+    assert (launch.rank, launch.process_count, launch.init_method) == (0, 2, "tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_variables_are_refused_by_name(missing):
+    variables = {name: value for name, value in TORCHRUN.items() if name != missing}
+    with pytest.raises(LaunchError, match=f"but {missing} missing"):
+        launch_from(variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "4.0"), ("MASTER_PORT", "http"), ("LOCAL_RANK", "-")]
+)
+def test_malformed_variables_are_refused_with_the_value(name, value):
+    with pytest.raises(LaunchError, match=f"{name}='{value}' is no integer"):
+        launch_from({**TORCHRUN, name: value})
+
+
+@pytest.mark.parametrize("rank", ["4", "-1"])
+def test_rank_outside_the_world_is_refused(rank):
+    with pytest.raises(LaunchError, match=rf"rank {rank} is not in a world of 4. Ranks are 0\.\.3"):
+        launch_from({**TORCHRUN, "RANK": rank})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rank": 0},
+        {"rank": 1, "world_size": 2},
+        {"init_method": "tcp://127.0.0.1:1"},
+        {"init_method": "x", "world_size": 2},
+    ],
+)
+def test_half_given_arguments_are_refused(given):
+    with pytest.raises(LaunchError, match="Give all three"):
+        launch_from({}, **given)
+
+
+def test_timeout_comes_from_the_argument_the_variable_or_is_60():
+    assert timeout_s(5, {"DUALMESH_TIMEOUT_S": "7"}) == 5.0
+    assert timeout_s(None, {"DUALMESH_TIMEOUT_S": "7"}) == 7.0
+    assert timeout_s(None, {}) == 60.0
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", ""])
+def test_timeouts_that_are_no_time_are_refused(value):
+    with pytest.raises(LaunchError, match=r"DUALMESH_TIMEOUT_S='.*' is no time"):
+        timeout_s(None, {"DUALMESH_TIMEOUT_S": value})

@@ -1,0 +1,164 @@
+import pytest
+
+import dualmesh as dm
+from dualmesh.errors import ArgumentError, SpecError, StaleStateError, StateWarning, TakenNameError, UnknownStateError
+from dualmesh.solo import solo_state
+
+
+def test_first_state_is_the_default_and_later_ones_leave_it(world):
+    base = dm.init_parallel_state(dp_size=8)
+    dm.init_parallel_state(tp_size=8, name="other")
+    assert dm.get_parallel_state() is base
+
+
+def test_equal_settings_under_two_names_are_one_state(world):
+    base = dm.init_parallel_state(dp_size=8)
+    assert dm.init_parallel_state(dp_shard_size=8, name="alias") is base
+    assert dm.get_parallel_state_by_name("alias") is base
+    assert base.names == ["base", "alias"]
+
+
+@pytest.mark.parametrize(
+    "setting", [{"dp_mode": "ddp"}, {"async_enabled": True}, {"own_groups": True}, {"group_options": {"timeout_s": 5}}]
+)
+def test_other_settings_on_one_topology_are_another_state(world, setting):
+    base = dm.init_parallel_state(dp_size=8)
+    other = dm.init_parallel_state(dp_size=8, name="other", **setting)
+    assert other is not base
+    assert other.topology == base.topology
+
+
+def test_looking_up_by_name_leaves_the_ambient_state(world):
+    base = dm.init_parallel_state(dp_size=8)
+    other = dm.init_parallel_state(tp_size=8, name="other")
+    assert dm.get_parallel_state_by_name("other") is other
+    assert dm.get_parallel_state() is base
+
+
+def test_unknown_name_lists_the_names(world):
+    dm.init_parallel_state(dp_size=8, name="thinker")
+    with pytest.raises(
+        UnknownStateError, match=r"'thniker' is not registered. Registered names: thinker. Did you mean 'thinker'"
+    ):
+        dm.get_parallel_state_by_name("thniker")
+
+
+def test_taken_name_warns_and_returns_the_first_state(world):
+    base = dm.init_parallel_state(dp_size=8)
+    with pytest.warns(StateWarning, match=r"'base' is already registered as .*dp_shard=8.*; asked for now: .*tp=8"):
+        assert dm.init_parallel_state(tp_size=8) is base
+    with pytest.warns(StateWarning, match="'base' is already registered; it is returned as it is"):
+        assert dm.init_parallel_state(dp_size=8) is base
+
+
+def test_strict_refuses_a_taken_name_with_other_sizes_only(world):
+    base = dm.init_parallel_state(dp_size=8)
+    dm.strict(True)
+    try:
+        with pytest.raises(TakenNameError, match=r"asked for now: .*tp=8.* Use another name"):
+            dm.init_parallel_state(tp_size=8)
+        with pytest.warns(StateWarning):
+            assert dm.init_parallel_state(dp_size=8) is base
+    finally:
+        dm.strict(False)
+
+
+def test_strict_can_come_from_the_environment(world, monkeypatch):
+    from dualmesh.registry import registry
+
+    monkeypatch.setattr(registry, "_strict", None)
+    monkeypatch.setenv("DUALMESH_STRICT", "1")
+    dm.init_parallel_state(dp_size=8)
+    with pytest.raises(TakenNameError):
+        dm.init_parallel_state(tp_size=8)
+
+
+def test_refused_init_registers_nothing(world):
+    with pytest.raises(SpecError, match="multiply to 6, but the world has 8 ranks"):
+        dm.init_parallel_state(dp_size=3, tp_size=2)
+    with pytest.raises(UnknownStateError, match="Registered names: none"):
+        dm.get_parallel_state_by_name("base")
+    solo_state.cache_clear()
+    with pytest.warns(StateWarning, match="before any init"):
+        state = dm.get_parallel_state()
+    assert state.world_size == 1
+
+
+def test_several_states_register_all_or_none(world):
+    with pytest.raises(SpecError):
+        dm.init_parallel_states({"a": dm.parallel_spec(dp_size=8), "b": dm.parallel_spec(dp_size=3)})
+    with pytest.raises(UnknownStateError):
+        dm.get_parallel_state_by_name("a")
+
+
+def test_default_of_several_states_can_be_chosen(world):
+    specs = {"a": dm.parallel_spec(dp_size=8), "b": dm.parallel_spec(tp_size=8)}
+    states = dm.init_parallel_states(specs, default="b")
+    assert list(states) == ["a", "b"]
+    assert dm.get_parallel_state() is states["b"]
+    assert dm.scope_name() == "b"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: dm.init_parallel_state(dp_size=8, include_sp_in_fsdp=False),
+            "include_sp_in_fsdp=False is not supported",
+        ),
+        (lambda: dm.init_parallel_state(dp_size=8, dp_mode="fsdp3"), "dp_mode='fsdp3'. Allowed: fsdp2, fsdp1, ddp"),
+        (lambda: dm.init_parallel_state(dp_size=8, name=""), "'' is no name"),
+        (lambda: dm.init_parallel_state(dp_size=8, spec=dm.TopologySpec({"x": 8})), "both spec and dp_size were given"),
+        (lambda: dm.init_parallel_state(dp_size=2, ranks=[0, 0]), "ranks=.0, 0.. They must be different ranks"),
+        (lambda: dm.init_parallel_state(dp_size=2, ranks=[0, 8]), r"Not allowed: 8"),
+        (lambda: dm.init_parallel_state(dp_size=2, ranks=[True, 0]), r"Not allowed: True"),
+        (lambda: dm.init_parallel_states({"a": 3}), "'a' maps to 3. Give a dm.TopologySpec"),
+        (
+            lambda: dm.init_parallel_states({"a": dm.parallel_spec(dp_size=8)}, default="b"),
+            "default='b' is not among the names",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(world, call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+def test_clear_forgets_everything_and_is_idempotent(world):
+    old = dm.init_parallel_state(dp_size=8)
+    with dm.use_parallel_state("base"):
+        dm.clear_parallel_state()
+        dm.clear_parallel_state()
+        assert dm.scope_name() is None
+    new = dm.init_parallel_state(dp_size=8)
+    assert new is not old
+    assert dm.get_parallel_state() is new
+    assert old.size("dp") == 8
+    with pytest.raises(StaleStateError, match="State 'base' was cleared"):
+        old.mesh  # noqa: B018 (the property refuses)
+
+
+def test_session_tears_down_on_exceptions():
+    seen = []
+
+    def fails():
+        with dm.session(backend="sim", world_size=4) as session:
+            seen.extend([session, dm.init_parallel_state(dp_size=4)])
+            with dm.use_parallel_state("base"):
+                _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    session, state = seen
+    assert not session.is_live
+    assert not state.is_live
+    with pytest.raises(StaleStateError, match=r"ops.all_reduce: State 'base'"):
+        dm.ops.all_reduce(0.0, "dp", state=state)
+
+
+def test_same_sizes_in_a_new_session_are_a_fresh_state():
+    handles = []
+    for _ in range(2):
+        with dm.session(backend="sim", world_size=4):
+            handles.append(dm.init_parallel_state(dp_size=4))
+    assert handles[0] is not handles[1]
