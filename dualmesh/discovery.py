@@ -7,10 +7,14 @@ import importlib.util
 import os
 import sys
 import threading
-from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from dualmesh.backend import Backend
 from dualmesh.errors import BackendError, BackendImportError, did_you_mean, listed
+from dualmesh.lazy import metadata
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "dualmesh.backends"
 VARIABLE = "DUALMESH_BACKEND"
@@ -20,9 +24,9 @@ _loaded: dict[str, Backend] = {}
 _lock = threading.RLock()
 
 
-def available() -> dict[str, EntryPoint]:
+def available() -> "dict[str, EntryPoint]":
     """Return the entry points of all backends by name; imports none of them. *Local.*"""
-    return {point.name: point for point in entry_points(group=GROUP)}
+    return {point.name: point for point in metadata.entry_points(group=GROUP)}
 
 
 def loaded() -> dict[str, Backend]:

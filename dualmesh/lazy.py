@@ -1,6 +1,6 @@
 """Modules that are imported when first used, so that `import dualmesh` stays cheap.
 
-Only third-party modules that the core may use (numpy, array-api-compat) are named here.
+Only what is slow to import and not needed by all is named here: numpy, array-api-compat, importlib.metadata.
 """
 
 import importlib
@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import importlib.metadata as metadata
+
     import array_api_compat
     import numpy as np
 else:
@@ -20,5 +22,6 @@ else:
 
     np = _LazyModule("numpy")
     array_api_compat = _LazyModule("array_api_compat")
+    metadata = _LazyModule("importlib.metadata")
 
-__all__ = ["array_api_compat", "np"]
+__all__ = ["array_api_compat", "metadata", "np"]
