@@ -1,6 +1,6 @@
-"""Sequence parallelism, written once over `ops` and the array API.
+"""Blocks of a sequence that is split along one dim over an axis: slice, gather, pad, roll, positions.
 
-A sequence is split along one dim over an axis: "ulysses" trades it for heads around attention, "sp" is all of it.
+Attention over a split sequence is in `ulysses` and `ring`.
 """
 
 from typing import Any
@@ -11,48 +11,6 @@ from dualmesh.lazy import array_api_compat
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
-
-
-def gather_seq_scatter_heads(
-    x: Any,
-    *,
-    seq_dim: int,
-    head_dim: int,
-    axis: Axis = "ulysses",
-    unpadded_length: int | None = None,
-    state: ParallelState | None = None,
-) -> Any:
-    """Trade a split sequence for split heads: what Ulysses attention does before attention.
-
-    *Collective over the axis.* Shape: `seq_dim` grows from s to size * s, `head_dim` shrinks from h to h / size.
-    With fewer heads than positions (grouped KV heads), each head is repeated so that every index holds one; size
-    must be a multiple of h. Gradient: the exact transpose.
-
-    Args:
-        x: This rank's block, (..., s, ..., h, ...).
-        seq_dim: The dim that is split over the axis.
-        head_dim: The dim of heads, all of them here.
-        unpadded_length: Cut the gathered sequence to this length (see `pad_sequence`).
-    """
-    where = "sequence.gather_seq_scatter_heads"
-    seq_dim, head_dim = _two_dims(where, x, seq_dim, head_dim)
-    size = ops.axis_size(axis, state=state)
-    x = _repeated_heads(where, x, head_dim, size, axis)
-    x = ops.all_to_all(x, axis, split_dim=head_dim, concat_dim=seq_dim, state=state)
-    return x if unpadded_length is None else unpad_sequence(x, seq_dim, unpadded_length)
-
-
-def gather_heads_scatter_seq(
-    x: Any, *, seq_dim: int, head_dim: int, axis: Axis = "ulysses", state: ParallelState | None = None
-) -> Any:
-    """Trade split heads for a split sequence: what Ulysses attention does after attention.
-
-    *Collective over the axis.* Shape: `seq_dim` is padded with zeros to a multiple of size, then shrinks by size;
-    `head_dim` grows from h to size * h. Gradient: the exact transpose.
-    """
-    seq_dim, head_dim = _two_dims("sequence.gather_heads_scatter_seq", x, seq_dim, head_dim)
-    x = pad_sequence(x, seq_dim, axis, state=state)
-    return ops.all_to_all(x, axis, split_dim=seq_dim, concat_dim=head_dim, state=state)
 
 
 def slice_sequence(x: Any, dim: int, axis: Axis = "sp", *, state: ParallelState | None = None) -> Any:
@@ -118,25 +76,44 @@ def roll(x: Any, shift: int, dim: int, axis: Axis = "sp", *, state: ParallelStat
     return xp.concat([tail, near[(*lead, slice(0, block - rest))]], axis=dim)
 
 
-def _repeated_heads(where: str, x: Any, head_dim: int, size: int, axis: Axis) -> Any:
-    """Repeat grouped heads so that every index gets one."""
-    heads = x.shape[head_dim]
-    if heads % size == 0:
-        return x
-    if heads == 0 or size % heads:
+def sequence_positions(like: Any, length: int, axis: Axis = "sp", *, state: ParallelState | None = None) -> Any:
+    """Return the positions of my block in the whole sequence, integers of shape (length,). *Local.*
+
+    Args:
+        like: An array whose framework and device the result takes.
+        length: The length of my block.
+        axis: The axis over which the sequence is split in index order.
+    """
+    xp = array_api_compat.array_namespace(like)
+    steps = xp.arange(length, device=array_api_compat.device(like))
+    return steps + ops.axis_index(axis, state=state) * length
+
+
+def balanced(x: Any, dim: int, size: int, *, inverse: bool = False) -> Any:
+    """Reorder a whole sequence so that equal slices of it cost equal work under a causal mask. *Pure.*
+
+    The sequence is cut into 2 * size chunks and slice i gets chunks i and 2 * size - 1 - i. Apply it to tokens,
+    targets and positions alike before they are split; `inverse` puts a gathered sequence back in order.
+
+    Raises:
+        ShapeError: 2 * size does not divide the sequence.
+    """
+    where = "sequence.balanced"
+    dim = ops.checked_dim(where, x, dim)
+    size = positive(where, "size", size)
+    length = x.shape[dim]
+    if length % (2 * size):
         raise ShapeError(
-            f"{where}: dim {head_dim} of shape {tuple(x.shape)} has {heads} heads, which axis {axis!r} of size {size} "
-            f"neither divides nor is a multiple of. Heads must be a multiple or a divisor of {size}.",
-            heads=heads,
+            f"{where}: dim {dim} of shape {tuple(x.shape)} has size {length}, which 2 * {size} chunks do not divide. "
+            f"Pad it to {-(-length // (2 * size)) * 2 * size}.",
+            dim=dim,
             size=size,
-            axis=axis,
+            shape=tuple(x.shape),
         )
+    chunk = length // (2 * size)
+    order = [chunk_index for i in range(size) for chunk_index in (i, 2 * size - 1 - i)]
+    if inverse:
+        order = sorted(range(2 * size), key=order.__getitem__)
     xp = array_api_compat.array_namespace(x)
-    return xp.repeat(x, size // heads, axis=head_dim)
-
-
-def _two_dims(where: str, x: Any, seq_dim: int, head_dim: int) -> tuple[int, int]:
-    seq, head = ops.checked_dim(where, x, seq_dim), ops.checked_dim(where, x, head_dim)
-    if seq == head:
-        raise ShapeError(f"{where}: seq_dim {seq_dim} and head_dim {head_dim} are one dim. Name two.", dim=seq)
-    return seq, head
+    lead = (slice(None),) * dim
+    return xp.concat([x[(*lead, slice(i * chunk, (i + 1) * chunk))] for i in order], axis=dim)
