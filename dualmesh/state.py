@@ -107,7 +107,12 @@ class ParallelState(ABC):
     @property
     def local_ranks(self) -> tuple[int, ...]:
         """The session ranks of this state that this process holds."""
-        return tuple(rank for rank in self.world.local_ranks if self.has_rank(rank))
+        return tuple(rank for rank in self.held_ranks if self.has_rank(rank))
+
+    @property
+    def held_ranks(self) -> tuple[int, ...]:
+        """The session ranks that this code speaks for, members or not: the process'."""
+        return self.world.local_ranks
 
     @property
     def is_member(self) -> bool:
@@ -263,13 +268,13 @@ class ParallelState(ABC):
         self._groups.clear()
 
     def _not_member(self, where: str) -> MembershipError:
-        mine = listed(self.world.local_ranks)
+        mine = listed(self.held_ranks)
         return MembershipError(
             f"{where}: this process (rank {mine}) is no member of {self.label}. Its ranks: "
             f"{self._rank_list}. "
             f"Ask state.is_member first.",
             state=self,
-            ranks=self.world.local_ranks,
+            ranks=self.held_ranks,
         )
 
     @property
