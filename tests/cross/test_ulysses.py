@@ -36,8 +36,8 @@ def ulysses_runs(cases, arrays):
         return dm.ops.all_reduce(xp.sum(mixed * weight), "world"), mixed
 
     answers = []
-    for dp, ulysses, kv_heads in cases:
-        state = dm.init_parallel_state(dp_size=dp, ulysses_size=ulysses, name=f"{dp}-{ulysses}")
+    for number, (dp, ulysses, kv_heads) in enumerate(cases):
+        state = dm.init_parallel_state(dp_size=dp, ulysses_size=ulysses, name=str(number))
         with dm.use_parallel_state(state):
             spec = dm.P("dp", "sp")
             inputs = [dm.distribute(x, spec) for x in arrays[kv_heads]]
