@@ -14,6 +14,7 @@ from dualmesh.partition_spec import P
 from dualmesh.programs import remat, shard_map, value_and_grad
 from dualmesh.registry import strict
 from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
+from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
 from dualmesh.state import ParallelState
@@ -44,6 +45,7 @@ __all__ = [
     "parallel_spec",
     "remat",
     "scope_name",
+    "seed_for",
     "sequence",
     "session",
     "shard_local",
