@@ -14,7 +14,9 @@ _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 JAX_DEVICES = 8
 
 torch_pool = Pool(_THREADS)
-jax_pool = Pool({"XLA_FLAGS": f"--xla_force_host_platform_device_count={JAX_DEVICES}", "JAX_PLATFORMS": "cpu"})
+_JAX = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={JAX_DEVICES}", "JAX_PLATFORMS": "cpu"}
+jax_pool = Pool(_JAX)
+wide_jax_pool = Pool({**_JAX, "JAX_ENABLE_X64": "1"})
 
 
 def torch_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
@@ -29,6 +31,11 @@ def jax_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: fl
     return jax_pool.run(_in_one_process, [(fn, args, "jax", world_size)], timeout_s=timeout_s)
 
 
+def wide_jax_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
+    """Run `fn` as `jax_world` does, where JAX keeps 64-bit numbers; return [result]."""
+    return wide_jax_pool.run(_in_one_process, [(fn, args, "jax", world_size)], timeout_s=timeout_s)
+
+
 def sim_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
     """Run `fn` here, with every rank simulated; return [result]."""
     return [_in_one_process(fn, args, "sim", world_size)]
@@ -37,6 +44,11 @@ def sim_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: fl
 def worlds() -> dict[str, Callable[..., list[Any]]]:
     """Return the worlds of all backends by name."""
     return {"sim": sim_world, "torch": torch_world, "jax": jax_world}
+
+
+def wide_worlds() -> dict[str, Callable[..., list[Any]]]:
+    """Return the worlds of all backends by name, each of which keeps 64-bit numbers."""
+    return {**worlds(), "jax": wide_jax_world}
 
 
 def _in_torch(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, method: str) -> Any:

@@ -176,8 +176,8 @@ class Run:
     def _check_agreement(self, group: Group, here: _Round) -> None:
         if len(set(here.calls.values())) > 1:
             raise AgreementError(
-                f"shard_map: ranks {listed(group)} do not do the same. {_grouped(here.calls)} Every rank of a group must call the "
-                f"same collectives, in the same order, on equal shapes and dtypes.",
+                f"shard_map: ranks {listed(group)} do not do the same. {_grouped(here.calls)} Every "
+                f"rank of a group must call the same collectives, in the same order, on equal shapes and dtypes.",
                 calls=dict(here.calls),
             )
 

@@ -1,0 +1,101 @@
+"""What workers run: the cases of `cases` through `dm.*` and the array API only, on whichever backend is open."""
+
+import array_api_compat
+import numpy as np
+
+import dualmesh as dm
+from tests.contract.cases import cotangent
+from tests.contract.oracle import COMBINED, TOPOLOGIES, VIEWS
+
+
+def opened(world):
+    """Register the topology of a world."""
+    views = {"view": dm.View(**VIEWS[world])} if world in VIEWS else {}
+    spec = dm.TopologySpec(TOPOLOGIES[world], combined=COMBINED.get(world), views=views, roles={"loss": ("world",)})
+    return dm.init_parallel_state(spec=spec)
+
+
+def applied(case, x):
+    """Call the collective of a case on a block."""
+    if case.is_transposed:
+        xp = array_api_compat.array_namespace(x)
+        x = xp.permute_dims(xp.permute_dims(x, (2, 1, 0)) + 0, (2, 1, 0))
+    if case.verb == "axis_index":
+        return x * 0 + dm.ops.axis_index(case.axis)
+    return getattr(dm.ops, case.verb)(x, case.axis, **dict(case.settings))
+
+
+def collectives(world, cases):
+    """Run cases and return {case: result of all ranks, (world, *block), or the error's text}."""
+    opened(world)
+    return _together_or_one_by_one(_results, cases)
+
+
+def gradients(world, cases, shapes):
+    """Return {case: gradient of all ranks' blocks} of the sum over ranks of sum(w * op(x)), w = `cotangent`."""
+    opened(world)
+    return _together_or_one_by_one(lambda some: _gradients(some, shapes), cases)
+
+
+def _together_or_one_by_one(run, cases):
+    try:
+        return run(cases)
+    except Exception:
+        found = {}
+        for case in cases:
+            try:
+                found |= run([case])
+            except Exception as error:
+                found[case] = f"{type(error).__name__}: {error}"
+        return found
+
+
+def _results(cases):
+    xs = [dm.distribute(case.blocks(dm.get_parallel_state().world_size), dm.P("world")) for case in cases]
+
+    def each(*blocks):
+        return tuple(applied(case, block[0])[None, ...] for case, block in zip(cases, blocks, strict=True))
+
+    specs = (dm.P("world"),) * len(cases)
+    ys = dm.shard_map(each, specs, specs)(*xs)
+    return {case: np.asarray(dm.to_numpy(y)) for case, y in zip(cases, ys, strict=True)}
+
+
+def _gradients(cases, shapes):
+    world = dm.get_parallel_state().world_size
+    xs = [dm.distribute(case.blocks(world), dm.P("world")) for case in cases]
+    ws = [dm.distribute(cotangent(case, shapes[case]), dm.P("world")) for case in cases]
+
+    def objective(xs, ws):
+        total = 0.0
+        for case, x, w in zip(cases, xs, ws, strict=True):
+            xp = array_api_compat.array_namespace(x)
+            total = total + xp.sum(w[0] * applied(case, x[0]))
+        return dm.ops.all_reduce(total, "world")
+
+    lifted = dm.shard_map(objective, (dm.P("world"), dm.P("world")), dm.P())
+    _, grads = dm.value_and_grad(lifted)(xs, ws)
+    return {case: np.asarray(dm.to_numpy(grad)) for case, grad in zip(cases, grads, strict=True)}
+
+
+def special_values():
+    """Return {verb: (what rank 0 of axis "a" sent, what came back there)} for values that arithmetic would change."""
+    opened(4)
+    bits = np.array([-0.0, 0.0, np.nan, -np.inf, 5e-324, 1.0])
+    bits[2:3].view(np.uint64)[0] |= 12345
+    sent = np.stack([bits, bits[::-1], bits[[3, 0, 1, 2, 5, 4]], bits[[1, 2, 0, 4, 3, 5]]])
+
+    def each(x):
+        here = x[0]
+        gathered = dm.ops.all_gather(here, "a")
+        moved = dm.ops.shift(dm.ops.shift(here, "a"), "a", -1)
+        return tuple(y[None, ...] for y in (gathered, dm.ops.broadcast(here, "a", 1), moved))
+
+    world = dm.P("world")
+    found = dm.shard_map(each, world, world)(dm.distribute(sent, world))
+    gathered, cast, moved = (np.asarray(dm.to_numpy(y)) for y in found)
+    return {
+        "all_gather": (np.concatenate([sent[0], sent[2]]), gathered[0]),
+        "broadcast": (sent[2], cast[0]),
+        "shift": (sent, moved),
+    }

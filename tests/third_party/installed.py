@@ -1,0 +1,44 @@
+"""The toy backend installed as a stranger would install it, in a folder of its own, and worlds that run on it."""
+
+import atexit
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.workers import Pool
+
+PACKAGE = Path(__file__).parent / "toy"
+INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --disable-pip-version-check --target"
+
+pool = Pool({"OMP_NUM_THREADS": "1", "DUALMESH_TIMEOUT_S": "20"})
+
+
+@cache
+def folder() -> str:
+    """Install the package once; return the folder, which goes when this process ends."""
+    target = tempfile.mkdtemp(prefix="dualmesh_toy_")
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    # Built from a copy: a build may leave files beside the source.
+    source = shutil.copytree(PACKAGE, Path(target) / "source")
+    installed = str(Path(target) / "site")
+    subprocess.run([sys.executable, *INSTALL.split(), installed, str(source)], check=True, timeout=120)
+    return installed
+
+
+def toy_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
+    """Run `fn` in a process that has the package on its path, every rank a thread; return [result]."""
+    return pool.run(_in_toy, [(folder(), fn, args, world_size)], timeout_s=timeout_s)
+
+
+def _in_toy(path: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> Any:
+    if path not in sys.path:
+        sys.path.insert(0, path)
+    import dualmesh as dm
+
+    with dm.session(backend="toy", world_size=world_size):
+        return fn(*args)
