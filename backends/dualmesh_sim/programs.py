@@ -114,7 +114,7 @@ class SimPrograms(Programs):
         """Make one global array of what the ranks returned."""
         topology = self._state.topology
         kind_of("shard_map", blocks[0].dtype)
-        shape = global_shape(topology, spec, blocks[0].shape)
+        shape = global_shape(topology, spec, blocks[0].shape, what="shard_map result")
         dim_layouts(topology, spec, shape, what="shard_map result")
         held = dict(zip(self._state.members, blocks, strict=True))
         if spec.partial and topology.size(spec.partial) > 1:
