@@ -4,10 +4,11 @@ What a framework makes of a `P` (NamedSharding, DTensor placements) is in the ba
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from typing import Any
 
 from dualmesh.errors import ShapeError, ShardingError, UnknownAxisError, counted
-from dualmesh.layout import Layout
+from dualmesh.layout import Digit, Layout
 from dualmesh.topology import Axis, Topology
 
 Entry = str | tuple[str, ...] | None
@@ -115,13 +116,7 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
         UnknownAxisError: An axis that the topology does not have.
         ShapeError: A dim that its axes do not divide.
     """
-    if len(spec.entries) > len(shape):
-        raise ShardingError(
-            f"{what} of shape {tuple(shape)} has {counted(len(shape), 'dim')}, but {spec!r} has "
-            f"{counted(len(spec.entries), 'entry').replace('entrys', 'entries')}. Give at most one entry per dim.",
-            spec=spec,
-            shape=tuple(shape),
-        )
+    _check_entries(spec, shape, what)
     check_axes(topology, spec, what=what)
     layouts: list[Layout | None] = [None] * len(shape)
     for dim, entry in enumerate(spec.entries):
@@ -141,6 +136,16 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
             )
         layouts[dim] = layout
     return layouts
+
+
+def _check_entries(spec: P, shape: Sequence[int], what: str) -> None:
+    if len(spec.entries) > len(shape):
+        raise ShardingError(
+            f"{what} of shape {tuple(shape)} has {counted(len(shape), 'dim')}, but {spec!r} has "
+            f"{counted(len(spec.entries), 'entry').replace('entrys', 'entries')}. Give at most one entry per dim.",
+            spec=spec,
+            shape=tuple(shape),
+        )
 
 
 def check_axes(topology: Topology, spec: P, *, what: str = "array") -> None:
@@ -176,11 +181,89 @@ def local_shape(topology: Topology, spec: P, shape: Sequence[int]) -> tuple[int,
     return tuple(size // layout.size if layout else size for size, layout in zip(shape, layouts, strict=True))
 
 
-def global_shape(topology: Topology, spec: P, block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the global array whose blocks have `block_shape`. *Pure.*"""
+def global_shape(topology: Topology, spec: P, block_shape: Sequence[int], *, what: str = "array") -> tuple[int, ...]:
+    """Return the shape of the global array whose blocks have `block_shape`. *Pure.*
+
+    Raises:
+        ShardingError: More entries than dims.
+    """
+    _check_entries(spec, block_shape, what)
     sizes = [topology.size(split_axes(entry)) for entry in spec.entries]
     sizes += [1] * (len(block_shape) - len(sizes))
     return tuple(block * size for block, size in zip(block_shape, sizes, strict=True))
 
 
-__all__ = ["Axis", "Entry", "P", "dim_layouts", "global_shape", "local_shape", "slices_of", "split_axes"]
+def canonical(topology: Topology, spec: P) -> P:
+    """Return the spec in the names that every equal split has: the fewest, then those declared first. *Pure.*
+
+    Axes of size 1 are left out.
+
+    >>> import dualmesh as dm
+    >>> topology = dm.parallel_spec(dp_shard_size=2, ulysses_size=2).resolve(4)
+    >>> canonical(topology, P(("dp_shard", "ulysses", "cp"), "tp"))
+    P('dp_shard_sp', None)
+    """
+    check_axes(topology, spec)
+    entries = [named_axes(topology, topology.layout(split_axes(entry))) or () for entry in spec.entries]
+    summed = Layout.of(reversed(topology.layout(spec.partial).ascending))
+    return P(*entries, partial=named_set(topology, summed) or ())
+
+
+def named_axes(topology: Topology, layout: Layout) -> tuple[str, ...] | None:
+    """Return the fewest axes that spell a layout, slowest first, or None; ties go to those declared first. *Pure.*"""
+    axes = _axes_that_split(topology)
+    waiting: list[tuple[tuple[str, ...], tuple[Digit, ...]]] = [((), layout.digits)]
+    seen = {layout.digits}
+    for names, digits in waiting:
+        if not digits:
+            return names
+        for name, axis in axes.items():
+            rest = _after(axis.digits, digits)
+            if rest is not None and rest not in seen:
+                seen.add(rest)
+                waiting.append(((*names, name), rest))
+    return None
+
+
+def named_set(topology: Topology, layout: Layout) -> tuple[str, ...] | None:
+    """Return the fewest axes that together have the digits of a layout, in any order, or None. *Pure.*"""
+    axes = {name: axis for name, axis in _axes_that_split(topology).items() if layout.size % axis.size == 0}
+    for count in range(len(axes) + 1):
+        for names in combinations(axes, count):
+            digits = [digit for name in names for digit in axes[name].digits]
+            if Layout.of(sorted(digits, key=lambda digit: -digit.stride)) == layout:
+                return names
+    return None
+
+
+def _axes_that_split(topology: Topology) -> dict[str, Layout]:
+    return {name: axis for name, axis in topology.layouts.items() if axis.size > 1}
+
+
+def _after(first: Sequence[Digit], digits: Sequence[Digit]) -> tuple[Digit, ...] | None:
+    """Return what follows `first` in the number that `digits` spell, or None if they do not start with it."""
+    rest = list(digits)
+    for size, stride in first:
+        if not rest:
+            return None
+        whole, low = rest.pop(0)
+        if whole % size or stride * size != low * whole:
+            return None
+        if whole > size:
+            rest.insert(0, Digit(whole // size, low))
+    return tuple(rest)
+
+
+__all__ = [
+    "Axis",
+    "Entry",
+    "P",
+    "canonical",
+    "dim_layouts",
+    "global_shape",
+    "local_shape",
+    "named_axes",
+    "named_set",
+    "slices_of",
+    "split_axes",
+]

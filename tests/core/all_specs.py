@@ -1,0 +1,41 @@
+"""Every partition spec of two dims over small topologies, with order, combined axes, views and sums."""
+
+import itertools
+
+import dualmesh as dm
+from dualmesh.layout import overlap, refinement
+from dualmesh.partition_spec import P
+
+TOPOLOGIES = {
+    "2x2x2": dm.TopologySpec({"a": 2, "b": 2, "c": 2}, combined={"ab": ("a", "b")}).resolve(8),
+    "2x3": dm.TopologySpec({"a": 2, "b": 3}, combined={"ba": ("b", "a")}).resolve(6),
+    "1x4x1": dm.TopologySpec({"a": 1, "b": 4, "c": 1}).resolve(4),
+    "view": dm.TopologySpec({"a": 4, "b": 2}, views={"v": dm.View(("a", "b"), {"x": 2, "y": 4})}).resolve(8),
+    "inner view": dm.TopologySpec(
+        {"a": 2, "b": 2, "c": 2}, views={"v": dm.View(("a", "c"), {"x": 2, "y": 2})}, rank_offset=0
+    ).resolve(8),
+}
+
+
+def grid(topology):
+    """Return the coarsest mesh that tells all axes of a topology apart."""
+    return refinement(topology.layouts.values(), topology.world_size)
+
+
+def all_specs(topology):
+    """Return every spec whose axes cross: each axis left out, in one of two dims in any order, or partial."""
+    names = [name for name in topology.axis_names if name != "world"]
+    chosen = []
+    for count in range(len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            layouts = [topology.layout(name) for name in axes]
+            if not any(overlap(one, two) for one, two in itertools.combinations(layouts, 2)):
+                chosen.append(axes)
+    return [spec for axes in chosen for spec in _placed(axes)]
+
+
+def _placed(axes):
+    for order in itertools.permutations(axes):
+        for first, second in itertools.combinations_with_replacement(range(len(order) + 1), 2):
+            if list(order[second:]) == sorted(order[second:]):
+                yield P(order[:first], order[first:second], partial=order[second:])
