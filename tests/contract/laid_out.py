@@ -38,9 +38,9 @@ def blocks(x, spec):
     return np.asarray(dm.to_numpy(lifted(x)))
 
 
-def subset(ranks, whole):
+def subset(size, settings, offset, whole):
     """Return (is_member, what to_numpy gives) of an array over a state of some ranks in a custom order."""
-    state = dm.init_parallel_state(spec=dm.TopologySpec({"a": len(ranks)}), ranks=ranks, name="some")
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"a": size}, rank_offset=offset), name="some", **settings)
     if not state.is_member:
         return False, None
     lifted = dm.shard_map(lambda x: dm.ops.all_gather(x, "a", state=state), dm.P("a"), dm.P("a"), state=state)

@@ -138,3 +138,59 @@ def run_through_specs(world, whole, weight, specs):
         grad = dm.value_and_grad(lifted)(dm.distribute(whole, spec), dm.distribute(weight, spec))[1]
         found.append(np.asarray(dm.to_numpy(grad)))
     return found
+
+
+def run_remat(arrays):
+    """Return (value, gradients) of `mixed` with its activations recomputed under the scope that the forward had."""
+    state = opened(4)
+    dm.init_parallel_state(spec=dm.TopologySpec({"b": 2, "a": 2}), name="other")
+    specs = (P("a"), P(), P())
+    xs = [dm.distribute(array, spec) for array, spec in zip(arrays, specs, strict=True)]
+    lifted = dm.shard_map(dm.remat(mixed), specs, P(), state=state)
+    value, grads = dm.value_and_grad(lifted, (0, 1, 2))(*xs)
+    return float(dm.to_numpy(value)), numpy_tree(grads)
+
+
+def run_token_mean(losses, mask, weight):
+    """Return (objective's sum, value, gradient) of the mean of the losses that the mask keeps, times a weight."""
+    opened(4)
+
+    def each(weight, losses, mask):
+        xp = array_api_compat.array_namespace(losses)
+        return dm.token_mean(xp.sum(losses * mask) * weight[0], xp.sum(mask), "a")
+
+    specs = (P(), P("a"), P("a"))
+    arrays = [dm.distribute(array, spec) for array, spec in zip((weight, losses, mask), specs, strict=True)]
+    objective = dm.shard_map(lambda *blocks: each(*blocks)[0], specs, P(partial="a"))
+    value = dm.shard_map(lambda *blocks: each(*blocks)[1], specs, P(), check_replicated=True)
+    total, grad = dm.value_and_grad(objective)(*arrays)
+    return float(dm.to_numpy(total)), float(dm.to_numpy(value(*arrays))), np.asarray(dm.to_numpy(grad))
+
+
+def run_token_mean_value(losses, mask):
+    """Return the value alone, of a function of the masks that leaves ranks without a token."""
+    opened(4)
+
+    def each(losses, mask):
+        xp = array_api_compat.array_namespace(losses)
+        return dm.token_mean(xp.sum(losses * mask), xp.sum(mask), "a")[1]
+
+    arrays = [dm.distribute(array, P("a")) for array in (losses, mask)]
+    lifted = dm.shard_map(each, (P("a"), P("a")), P(), check_replicated=True)
+    return float(dm.to_numpy(lifted(*arrays)))
+
+
+def run_two_states(x):
+    """Return what collectives of two states over the same ranks give inside one lifted function."""
+    specs = {"base": dm.TopologySpec({"a": 2, "b": 2}), "other": dm.TopologySpec({"p": 4})}
+    states = dm.init_parallel_states(specs, default="base")
+
+    def each(x):
+        here = dm.ops.all_gather(x, "b")
+        with dm.use_parallel_state("other"):
+            there = dm.ops.shift(x, "p", 1)
+            name = dm.scope_name()
+        return here, there, dm.ops.broadcast(x, "p", 2, state=states["other"]), x * 0 + len(name) + len(dm.scope_name())
+
+    out = dm.shard_map(each, P(("a", "b")), P(("a", "b")))(dm.distribute(x, P(("a", "b"))))
+    return numpy_tree(out)

@@ -33,12 +33,16 @@ def test_arrays_come_back_as_they_went_and_each_rank_holds_its_slice(backend, wo
         assert np.array_equal(wanted, np.stack([whole[cut] for cut in got["slices"]])), spec
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (3, 1), (2, 0, 3)])
+@pytest.mark.parametrize(
+    ("size", "settings", "offset"),
+    [(2, {"ranks": (0, 1)}, 0), (2, {"ranks": (3, 1)}, 0), (3, {"ranks": (2, 0, 3)}, 0), (2, {}, 2), (3, {}, 1)],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_state_of_some_ranks_holds_its_blocks_in_the_listed_order(backend, ranks):
+def test_a_state_of_some_ranks_holds_its_blocks_in_the_listed_order(backend, size, settings, offset):
     whole = np.arange(12.0)
-    found = run(backend, laid_out.subset, ranks, whole, world_size=4)
+    found = run(backend, laid_out.subset, size, settings, offset, whole, world_size=4)
     values = [value for is_member, value in found if is_member]
-    assert len(values) == (len(ranks) if backend == "torch" else 1)
+    assert len(values) == (size if backend == "torch" else 1)
     for value in values:
-        assert np.array_equal(np.tile(whole, len(ranks)), value)
+        assert np.array_equal(np.tile(whole, size), value)

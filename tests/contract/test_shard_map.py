@@ -87,3 +87,31 @@ def test_gradients_arrive_through_every_kind_of_spec(backend):
     specs = [P("a", "b"), P(("c", "a"), "b"), P(("c", "b", "a")), P("ca", "b"), P(None, "world"), P("narrow", "wide")]
     found = agreed(run(backend, lifted.run_through_specs, 8, whole, weight, specs, world_size=8))
     assert_close([weight] * len(specs), found)
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_recomputed_activations_give_the_dense_gradients(backend):
+    assert_close(dense_mixed(X, W, B), agreed(run(backend, lifted.run_remat, (X, W, B), world_size=4)))
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_token_mean_is_the_mean_over_all_ranks_and_so_is_its_gradient(backend):
+    mask = (np.arange(8) % 3 != 0).astype(float)
+    mean = np.sum(X[:, 0] * mask) / mask.sum()
+    found = agreed(run(backend, lifted.run_token_mean, X[:, 0], mask, np.array([2.5]), world_size=4))
+    assert_close((2.5 * mean, 2.5 * mean, np.array([mean])), found)
+
+
+@pytest.mark.parametrize("kept", [range(8), range(4), ()], ids=["all", "one rank's", "none"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_token_mean_counts_ranks_without_tokens_as_nothing(backend, kept):
+    mask = np.isin(np.arange(8), list(kept)).astype(float)
+    wanted = np.sum(X[:, 0] * mask) / max(mask.sum(), 1)
+    assert_close(wanted, agreed(run(backend, lifted.run_token_mean_value, X[:, 0], mask, world_size=4)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_states_over_the_same_ranks_meet_in_one_lifted_function(backend):
+    x = np.arange(4.0)
+    found = agreed(run(backend, lifted.run_two_states, x, world_size=4))
+    assert_close((np.array([0, 1, 0, 1, 2, 3, 2, 3.0]), np.roll(x, 1), np.full(4, 2.0), np.full(4, 9.0)), found)

@@ -91,6 +91,15 @@ def test_blocks_and_results_share_no_memory_with_anything(state):
         assert not any(np.shares_memory(one, other) for other in arrays[:place])
 
 
+def test_what_is_sent_is_a_copy_that_the_sender_cannot_change_any_more(state):
+    def each(x):
+        swapped = state.collectives._swap("any", x, "world")
+        assert not any(np.shares_memory(x, block) for block in swapped)
+        return x
+
+    dm.shard_map(each, dm.P("world"), dm.P("world"))(X)
+
+
 def test_reductions_run_in_index_order_every_time(state):
     parts = np.array([1e16, 1.0, -1e16, 1.0])
     lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "world"), dm.P("world"), dm.P("world"))
