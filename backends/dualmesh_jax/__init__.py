@@ -1,1 +1,5 @@
-"""The jax backend."""
+"""The jax backend: one device per rank, one mesh per device order, named axes and `shard_map`."""
+
+from dualmesh_jax.backend import JaxBackend
+
+__all__ = ["JaxBackend"]

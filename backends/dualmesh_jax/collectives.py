@@ -1,0 +1,159 @@
+"""The collectives on `jax.lax`, per rank inside `shard_map`.
+
+What `shard_map` is, is in `programs`; which mesh axes an axis is made of, in `meshes`.
+"""
+
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from dualmesh.errors import ArrayTypeError, OutsideShardMapError
+from dualmesh.op_table import call, transpose
+from dualmesh.topology import Axis
+from dualmesh.verbs import Collectives, Kind
+from dualmesh_jax.keys import check_agreement
+
+if TYPE_CHECKING:
+    from dualmesh_jax.state import JaxState
+
+Names = tuple[str, ...]
+_KINDS: tuple[tuple[Any, Kind], ...] = (
+    (np.bool_, "bool"),
+    (jnp.integer, "integer"),
+    (jnp.floating, "float"),
+    (jnp.complexfloating, "complex"),
+)
+OUTSIDE = (
+    "{where}: axis {axis!r} of {label} is not split here. In JAX a collective runs per rank, inside a function that is "
+    "given to dm.shard_map."
+)
+
+
+class JaxCollectives(Collectives):
+    """The verbs of `op_table`, its transposes `reduce` and `place_block` included; JAX differentiates them."""
+
+    def __init__(self, state: "JaxState") -> None:
+        self._state = state
+        self._axes = state.axes
+
+    def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise ArrayTypeError(
+                f"{where}: found a {type(x).__module__}.{type(x).__qualname__}. Blocks of the jax backend are JAX or "
+                f"numpy arrays.",
+                found=type(x),
+            )
+        self._require_inside(where, axis)
+        return kind_of(where, x.dtype)
+
+    def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
+        names = self._axes(axis)
+        if op in ("max", "min"):
+            return _extreme(x, names, axis, op)
+        return lax.psum(x, names) if op == "sum" else lax.pmean(x, names)
+
+    def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        return lax.all_gather(x, self._axes(axis), axis=dim, tiled=True)
+
+    def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
+        block = lax.psum_scatter(x, self._axes(axis), scatter_dimension=dim, tiled=True)
+        return block / self._state.size(axis) if op == "mean" else block
+
+    def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+        return lax.all_to_all(x, self._axes(axis), split_dim, concat_dim, tiled=True)
+
+    def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
+        return _broadcast(x, self._axes(axis), src)
+
+    def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
+        names = self._axes(axis)
+        return lax.ppermute(x, names, pairs) if names else jnp.zeros_like(x)
+
+    def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        size = self._state.size(axis)
+        if size == 1:
+            return x
+        width = x.shape[dim] // size
+        return lax.dynamic_slice_in_dim(x, self.axis_index(axis) * width, width, dim)
+
+    def axis_index(self, axis: Axis) -> Any:
+        if self._state.size(axis) == 1:
+            return 0
+        self._require_inside("ops.axis_index", axis)
+        return lax.axis_index(self._axes(axis))
+
+    def stop_gradient(self, x: Any) -> Any:
+        return lax.stop_gradient(x)
+
+    def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
+        """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""
+        total = lax.psum(x, self._axes(axis))
+        return jnp.where(self.axis_index(axis) == src, total, jnp.zeros_like(total))
+
+    def place_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        """Put the block at block `index` of `dim`, zeros around it. The transpose of `take_block`."""
+        size, width = self._state.size(axis), x.shape[dim]
+        whole = jnp.zeros((*x.shape[:dim], size * width, *x.shape[dim + 1 :]), x.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, x, self.axis_index(axis) * width, dim)
+
+    def _require_inside(self, where: str, axis: Axis) -> None:
+        if not self._state.is_manual(axis):
+            raise OutsideShardMapError(
+                OUTSIDE.format(where=where, axis=axis, label=self._state.label), where=where, axis=axis
+            )
+        check_agreement(where)
+
+
+def kind_of(where: str, dtype: Any) -> Kind:
+    """Return the kind of a dtype, JAX's narrow ones included. *Pure.*
+
+    Raises:
+        ArrayTypeError: The dtype is no number.
+    """
+    for category, kind in _KINDS:
+        if jnp.issubdtype(dtype, category):
+            return kind
+    raise ArrayTypeError(f"{where}: dtype {dtype} is no number. Give a bool, integer, float or complex array.")
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extreme(x: Any, names: Names, axis: Axis, op: str) -> Any:
+    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+
+
+@_extreme.defjvp
+def _extreme_jvp(names: Names, axis: Axis, op: str, primals: Any, tangents: Any) -> Any:
+    transpose(call("all_reduce", axis, 0, op=op))  # raises: the op table knows no gradient, and says so
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _broadcast(x: Any, names: Names, src: int) -> Any:
+    """Sum the bits, zero everywhere but at `src`: a sum of floats would turn -0.0 into 0.0."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_broadcast(jnp.real(x), names, src), _broadcast(jnp.imag(x), names, src))
+    bits = _bits_of(x)
+    sent = lax.psum(jnp.where(lax.axis_index(names) == src, bits, jnp.zeros_like(bits)), names)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.bitcast_convert_type(sent, x.dtype)
+    return sent.astype(x.dtype)
+
+
+@_broadcast.defjvp
+def _broadcast_jvp(names: Names, src: int, primals: Any, tangents: Any) -> Any:
+    (x,), (dx,) = primals, tangents
+    masked = jnp.where(lax.axis_index(names) == src, dx, jnp.zeros_like(dx))
+    return _broadcast(x, names, src), lax.psum(masked, names)
+
+
+def _bits_of(x: Any) -> Any:
+    """Return an array of integers that sum exactly and hold the same bits."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return jnp.asarray(x, jnp.uint8) if x.dtype == np.bool_ else jnp.asarray(x)

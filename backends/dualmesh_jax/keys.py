@@ -1,0 +1,94 @@
+"""What the ambient state is to JAX's caches: a user context that is part of every jit cache key.
+
+The ambient state itself is kept by `dualmesh.scope`; `scope` here keeps the two in step.
+"""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import jax
+
+from dualmesh.errors import BackendImportError, ScopeError
+from dualmesh.scope import current_scope, default_state, scope_name
+from dualmesh.state import ParallelState, StatePlan
+
+DISAGREE = (
+    "{where}: the ambient state here is {name!r}, but JAX would cache this under another one. A scope was held across "
+    "an await or a yield, or its context was copied into a thread. Decorate the coroutine or generator with "
+    "dm.use_parallel_state(...) instead of holding a `with` block open in it; carry scopes into threads with dm.bind."
+)
+NO_USER_CONTEXT = (
+    "Backend 'jax': jax {version} has no jax.make_user_context, without which jitted functions keep the answers of the "
+    "scope that they were first traced in. Install jax 0.10 or newer."
+)
+_make_user_context: Any = getattr(jax, "make_user_context", None)
+# Made at import: adding a user context while other JAX code runs is not safe.
+_context: Any = None if _make_user_context is None else _make_user_context(default_value=None)
+
+
+class ScopeKey:
+    """A state as a small frozen value; JAX's caches compare it by value and keep it alive.
+
+    `mesh` is the serial number of the mesh that the state is on, 0 for states of other backends.
+    """
+
+    __slots__ = ("_hash", "_mesh", "_plan")
+
+    def __init__(self, plan: StatePlan, mesh: int) -> None:
+        self._plan = plan
+        self._mesh = mesh
+        self._hash = hash((plan, mesh))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, ScopeKey):
+            return NotImplemented
+        return self._hash == other._hash and self._mesh == other._mesh and self._plan == other._plan
+
+    def __repr__(self) -> str:
+        return f"ScopeKey({self._plan.topology!r}, mesh={self._mesh})"
+
+
+_keys: WeakKeyDictionary[ParallelState, ScopeKey] = WeakKeyDictionary()
+
+
+def give_key(state: ParallelState, mesh: int) -> None:
+    """Fix the key of a state that is on a mesh. *Local.*"""
+    _keys[state] = ScopeKey(state.plan, mesh)
+
+
+def key_of(state: ParallelState | None) -> ScopeKey | None:
+    """Return the key of a state of any backend; None stands for no state. *Local.*"""
+    if state is None:
+        return None
+    key = _keys.get(state)
+    if key is None:
+        key = _keys[state] = ScopeKey(state.plan, 0)
+    return key
+
+
+def user_context() -> Any:
+    """Return the user context that holds the ambient state's key. *Local.*
+
+    Raises:
+        BackendImportError: This JAX has none.
+    """
+    if _context is None:
+        raise BackendImportError(NO_USER_CONTEXT.format(version=jax.__version__), version=jax.__version__)
+    return _context
+
+
+def check_agreement(where: str) -> None:
+    """Refuse to trace or run where JAX's caches are keyed by another state than the ambient one. *Local.*
+
+    Raises:
+        ScopeError: They disagree.
+    """
+    scope = current_scope()
+    ambient = default_state() if scope is None else scope.state
+    if _context.value != key_of(ambient):
+        raise ScopeError(DISAGREE.format(where=where, name=scope_name()), where=where, state=ambient)

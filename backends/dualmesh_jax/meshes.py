@@ -1,0 +1,145 @@
+"""One mesh per device order: which states share it, when it is fixed, what its axes are called.
+
+The integers behind it are in `dualmesh.refined`; when a mesh becomes JAX's ambient one is decided in `scope` and
+`programs`.
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, use_abstract_mesh
+
+from dualmesh.errors import StateWarning, listed
+from dualmesh.layout import Layout
+from dualmesh.refined import Refinement
+from dualmesh.topology import Topology
+
+OWN_MESH = (
+    "{asked!r} cannot share a mesh with {others} over the same devices: {reason}. It gets a mesh of its own: code that "
+    "uses both in one jit computes the right numbers but loses the shardings of what crosses (give out_shardings), and "
+    "their axes cannot meet in one spec. {cure}"
+)
+NO_GRID = "their sizes have no common refinement (the strides form no divisor chain)"
+NO_GRID_CURE = "Choose sizes that divide each other, or accept it."
+FROZEN = "that mesh is in use already, with the axes {axes}, which do not spell {misfits}"
+FROZEN_CURE = "Register all states before first use (init_parallel_states)."
+
+_serials = itertools.count(1)
+
+
+class SharedMesh:
+    """The common refinement of the topologies registered over one device order, fixed at first use.
+
+    Attributes:
+        serial: A number that no other shared mesh of this process has.
+    """
+
+    def __init__(self, order: tuple[int, ...], devices: Sequence[jax.Device], topology: Topology) -> None:
+        self.order = order
+        self.devices = tuple(devices)
+        self.serial = next(_serials)
+        self._topologies = [topology]
+
+    @cached_property
+    def refined(self) -> Refinement:
+        """The atoms and their names; asking fixes them."""
+        found = Refinement.of(self._topologies)
+        if found is None:
+            raise RuntimeError(f"{self._topologies!r} have no refinement, though each was checked when it came.")
+        return found
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh over all devices of the order; asking fixes its axes."""
+        return mesh_of(self.devices, [atom.size for atom in self.refined.atoms], self.refined.names)
+
+    @cached_property
+    def abstract_mesh(self) -> AbstractMesh:
+        """The mesh without its devices."""
+        abstract: AbstractMesh = self.mesh.abstract_mesh
+        return abstract
+
+    @property
+    def topologies(self) -> tuple[Topology, ...]:
+        """The topologies that share it, first one first."""
+        return tuple(self._topologies)
+
+    def axes(self, layout: Layout) -> tuple[str, ...]:
+        """Return the names of the mesh axes that spell a layout of one of the topologies, slowest first. *Local.*"""
+        names = self.refined.axes(layout)
+        if names is None:
+            raise RuntimeError(f"{layout!r} is not on {self.mesh!r}, though its topology was admitted.")
+        return names
+
+    def refusal(self, topology: Topology) -> tuple[str, str] | None:
+        """Return (reason, cure) why a topology cannot join, or None when it can. *Pure.*"""
+        if "refined" in self.__dict__:
+            misfits = self.refined.misfits(topology)
+            if misfits:
+                return FROZEN.format(axes=listed(self.refined.names), misfits=listed(misfits)), FROZEN_CURE
+            return None
+        return None if Refinement.of([*self._topologies, topology]) else (NO_GRID, NO_GRID_CURE)
+
+    def join(self, topology: Topology) -> None:
+        """Let a topology share the mesh; `refusal` must have said None. *Local.*"""
+        self._topologies.append(topology)
+
+
+class MeshBook:
+    """The shared meshes of one world."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = tuple(devices)
+        self._by_order: dict[tuple[int, ...], list[SharedMesh]] = {}
+
+    def shared(self, order: tuple[int, ...], topology: Topology) -> SharedMesh:
+        """Return the mesh for a topology over session ranks in grid order; warns when it must have its own. *Local.*"""
+        known = self._by_order.setdefault(order, [])
+        refusals = []
+        for mesh in known:
+            refusal = mesh.refusal(topology)
+            if refusal is None:
+                mesh.join(topology)
+                return mesh
+            refusals.append((mesh, *refusal))
+        own = SharedMesh(order, [self.devices[rank] for rank in order], topology)
+        known.append(own)
+        if refusals:
+            mesh, reason, cure = refusals[0]
+            text = OWN_MESH.format(asked=topology, others=listed(mesh.topologies), reason=reason, cure=cure)
+            warnings.warn(text, StateWarning, stacklevel=6)
+        return own
+
+    def keep_only(self, used: set[int]) -> None:
+        """Forget the meshes whose serial is not among `used`. *Local.*"""
+        kept = {order: [mesh for mesh in known if mesh.serial in used] for order, known in self._by_order.items()}
+        self._by_order = {order: known for order, known in kept.items() if known}
+
+
+def mesh_of(devices: Sequence[jax.Device], shape: Sequence[int], names: Sequence[str]) -> Mesh:
+    """Return a mesh over devices in exactly this order, all axes Auto. *Local.*"""
+    grid: Any = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    return Mesh(grid.reshape(tuple(shape)), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+
+
+def ambient_mesh(shared: SharedMesh) -> AbstractContextManager[Any]:
+    """Return a context manager that makes a mesh JAX's ambient one, as far as JAX allows here. *Local.*
+
+    Outside tracing that is the concrete mesh, which holds from this call on: enter at once. Inside tracing it is the
+    abstract mesh; inside `shard_map`, and where the mesh around has another size, nothing.
+    """
+    try:
+        return jax.set_mesh(shared.mesh)
+    except ValueError:  # JAX's answer inside tracing
+        around = get_abstract_mesh()
+    ours = shared.abstract_mesh
+    if around == ours or around.manual_axes or not (around.empty or around.size == ours.size):
+        return nullcontext()
+    return use_abstract_mesh(ours)

@@ -1,0 +1,229 @@
+"""Functions of global arrays: per-rank functions lifted by `jax.shard_map`, gradients, recomputation.
+
+Per-rank collectives are in `collectives`, layouts of arrays in `arrays`, containers of specs in `specs`.
+"""
+
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import get_abstract_mesh
+
+from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
+from dualmesh.partition_spec import P
+from dualmesh.topology import Axis
+from dualmesh.verbs import Programs
+from dualmesh_jax.keys import check_agreement
+from dualmesh_jax.meshes import ambient_mesh
+from dualmesh_jax.specs import checked_specs, is_spec, mapped_by_spec
+
+if TYPE_CHECKING:
+    from dualmesh_jax.state import JaxState
+
+NESTED = (
+    "shard_map: called inside a shard_map over the same axes ({axes}), where arrays are already this rank's blocks. "
+    "Call the function itself, or lift the outer function only."
+)
+TRACED_CHECK = (
+    "shard_map: check_replicated=True compares the shards of a finished result, so it works only in a call outside "
+    "jit, grad and other transformations. Check once eagerly, and leave it out in the transformed function."
+)
+
+
+class JaxPrograms(Programs):
+    """Functions over the devices of one state."""
+
+    def __init__(self, state: "JaxState") -> None:
+        self._state = state
+
+    def shard_map(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        axes: tuple[str, ...] | None,
+        check_replicated: bool,
+    ) -> Callable[..., Any]:
+        return Lifted(self._state, fn, in_specs, out_specs, axes, check_replicated)
+
+    def value_and_grad(self, fn: Callable[..., Any], argnums: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+        @functools.wraps(fn)
+        def scalar(*args: Any) -> Any:
+            value = fn(*args)
+            if np.shape(value) != ():
+                raise ShapeError(
+                    f"value_and_grad: the function returned shape {np.shape(value)}. It must return one global scalar, "
+                    f"shape ().",
+                    shape=np.shape(value),
+                )
+            return value
+
+        differentiated = jax.value_and_grad(scalar, argnums)
+
+        def program(*args: Any) -> tuple[Any, Any]:
+            value, gradients = differentiated(*args)
+            inputs = tuple(args[number] for number in argnums)
+            return value, jax.tree.map(_laid_out_like, gradients, inputs)
+
+        return program
+
+    def remat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def program(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            varying = [place for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+            def restored(*arrays: Any) -> Any:
+                filled = list(leaves)
+                for place, array in zip(varying, arrays, strict=True):
+                    filled[place] = array
+                own_args, own_kwargs = jax.tree.unflatten(structure, filled)
+                return fn(*own_args, **own_kwargs)
+
+            return jax.checkpoint(restored)(*(leaves[place] for place in varying))
+
+        return program
+
+    def sum_gradients(self, model: Any) -> None:
+        """Nothing to do: JAX has no wrappers that reduce gradients."""
+
+    def sync_gradients(self, params: Any, axis: Axis) -> Any:
+        collectives = self._state.collectives
+
+        def summed(gradient: Any) -> Any:
+            collectives.admit("sync_gradients", gradient, axis)
+            return collectives.all_reduce(gradient, axis, op="sum")
+
+        return jax.tree.map(summed, params)
+
+
+class Lifted:
+    """A per-rank function as a function of global arrays on one state's mesh; keeps its own compiled programs."""
+
+    def __init__(
+        self,
+        state: "JaxState",
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        axes: tuple[str, ...] | None,
+        check_replicated: bool,
+    ) -> None:
+        self._state = state
+        self._fitted = state.arrays.fitted
+        self._fn = fn
+        self._in_specs = checked_specs(state.topology, "shard_map in_specs", in_specs, axes)
+        self._out_specs = checked_specs(state.topology, "shard_map out_specs", out_specs, axes)
+        self._axes = axes
+        self._check_replicated = check_replicated
+        self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
+        # inline: under an outer jit nothing but the shard_map itself appears.
+        self._compiled = jax.jit(self._traced, inline=True)
+
+    def __call__(self, *args: Any) -> Any:
+        check_agreement("shard_map")
+        if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
+            args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
+        with ambient_mesh(self._state.shared):
+            try:
+                results = self._compiled(*args)
+            except ValueError as error:
+                self._check_devices(args, error)
+                raise
+        if self._check_replicated:
+            mapped_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
+        return results
+
+    def _traced(self, *args: Any) -> Any:
+        mapped_by_spec("shard_map in_specs", self._check_fits, self._in_specs, args)
+        native = functools.partial(self._state.native_spec, "shard_map")
+        around = get_abstract_mesh().manual_axes
+        mesh = self._state.shared.mesh
+        names = mesh.axis_names if self._axes is None else self._state.axes(self._axes)
+        if set(around) & set(names):
+            raise ArgumentError(NESTED.format(axes=listed(around)), axes=around)
+        lifted = jax.shard_map(
+            self._body,
+            mesh=None if around else mesh,  # the mesh around knows which of its axes are manual already
+            in_specs=jax.tree.map(native, self._in_specs, is_leaf=is_spec),
+            out_specs=jax.tree.map(lambda spec: native(P(*spec.entries)), self._out_specs, is_leaf=is_spec),
+            axis_names=set(names),
+            check_vma=False,
+        )
+        return lifted(*args)
+
+    def _body(self, *blocks: Any) -> Any:
+        results = self._fn(*blocks)
+        mapped_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
+        if self._has_partial:
+            results = mapped_by_spec("shard_map out_specs", self._summed, self._out_specs, results)
+        return results
+
+    def _summed(self, spec: P, block: Any) -> Any:
+        if self._state.size(spec.partial) == 1:
+            return block
+        return lax.psum(block, self._state.axes(spec.partial))
+
+    def _placed(self, spec: P, x: Any) -> Any:
+        if not isinstance(x, np.ndarray | np.generic):
+            return x
+        return jax.device_put(x, self._fitted("shard_map", x, spec))
+
+    def _check_fits(self, spec: P, x: Any) -> None:
+        self._fitted("shard_map", x, spec)
+
+    def _check_equal(self, spec: P, x: Any) -> None:
+        """Compare the shards that the spec declares equal, bit for bit."""
+        if isinstance(x, jax.core.Tracer):
+            raise ArgumentError(TRACED_CHECK)
+        ranks = dict(zip(self._state.shared.devices, self._state.members, strict=True))
+        first: dict[str, tuple[int, bytes]] = {}
+        for shard in sorted(x.addressable_shards, key=lambda shard: ranks[shard.device]):
+            rank, bits = ranks[shard.device], np.asarray(shard.data).tobytes()
+            other, expected = first.setdefault(repr(shard.index), (rank, bits))
+            if bits != expected:
+                raise ShardingError(
+                    f"shard_map: {spec!r} declares the result equal on ranks {other} and {rank}, but it differs. "
+                    f"Reduce it over the axes that out_specs leaves out, or name them there.",
+                    ranks=(other, rank),
+                    spec=spec,
+                )
+
+    def _check_devices(self, args: Any, cause: ValueError) -> None:
+        """Say it in dualmesh's words when an argument lies on other devices."""
+        ours = set(self._state.shared.devices)
+        for leaf in jax.tree.leaves(args):
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+                continue
+            if leaf.sharding.device_set != ours:
+                raise ShardingError(
+                    f"shard_map: an argument of shape {leaf.shape} lies on {listed(leaf.sharding.device_set)}, but "
+                    f"{self._state.label} is over {listed(self._state.shared.devices)}. Read it with dm.to_numpy and "
+                    f"distribute it anew.",
+                    state=self._state,
+                ) from cause
+
+
+def _check_dims(spec: P, block: Any) -> None:
+    if len(spec.entries) > len(np.shape(block)):
+        raise ShardingError(
+            f"shard_map out_specs: {spec!r} has more entries than the result of shape {np.shape(block)} has dims. Give "
+            f"at most one entry per dim.",
+            spec=spec,
+            shape=np.shape(block),
+        )
+
+
+def _laid_out_like(gradient: Any, x: Any) -> Any:
+    """Return a gradient in the sharding of its input, where both are concrete."""
+    if isinstance(gradient, jax.core.Tracer) or not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return gradient
+    if not x.committed or gradient.sharding.is_equivalent_to(x.sharding, x.ndim):
+        return gradient
+    return jax.device_put(gradient, x.sharding)

@@ -1,0 +1,37 @@
+"""The mirror of the scope in JAX: the ambient state's key, and its mesh.
+
+Keys are in `keys`, meshes in `meshes`; the ambient state itself is kept by `dualmesh.scope`.
+"""
+
+from typing import Any
+
+from dualmesh.scope import Scope
+from dualmesh.state import ParallelState
+from dualmesh_jax.keys import key_of, user_context
+from dualmesh_jax.meshes import ambient_mesh
+from dualmesh_jax.state import JaxState
+
+
+class JaxMirror:
+    """Keeps JAX in step with the scope, for states of every backend."""
+
+    def __init__(self) -> None:
+        self._context = user_context()
+
+    def enter(self, scope: Scope) -> tuple[Any, Any]:
+        state = scope.state
+        mesh = ambient_mesh(state.shared) if isinstance(state, JaxState) and state.is_live else None
+        if mesh is not None:
+            mesh.__enter__()
+        context = self._context(key_of(state))
+        context.__enter__()
+        return context, mesh
+
+    def leave(self, held: tuple[Any, Any]) -> None:
+        context, mesh = held
+        context.__exit__(None, None, None)
+        if mesh is not None:
+            mesh.__exit__(None, None, None)
+
+    def set_default(self, state: ParallelState | None) -> None:
+        self._context.set_global(key_of(state))

@@ -1,0 +1,75 @@
+"""Containers of specs beside containers of arrays, in JAX's trees (registered classes included).
+
+What one spec means is in `dualmesh.partition_spec`, what it is called in JAX in `state`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from dualmesh.errors import ShardingError, listed
+from dualmesh.partition_spec import P, check_axes
+from dualmesh.topology import Topology
+
+
+def is_spec(value: Any) -> bool:
+    """Tell whether a value is one spec, and no container of specs. *Pure.*"""
+    return isinstance(value, P | PartitionSpec)
+
+
+def checked_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ...] | None) -> Any:
+    """Return the specs with a `P` at every leaf; a list of specs for the arguments becomes a tuple. *Pure.*
+
+    Raises:
+        ShardingError: A leaf is no spec, or names an axis that `axes` leaves to JAX.
+        UnknownAxisError: An axis that the topology does not have.
+    """
+    if axes is not None:
+        topology.size(axes)
+
+    def checked(leaf: Any) -> P:
+        spec = P.of(leaf)
+        check_axes(topology, spec, what=what)
+        outside = [name for name in spec.axes if axes is not None and name not in axes]
+        if outside:
+            raise ShardingError(
+                f"{what}: {spec!r} splits over {listed(outside)}, but axes={axes!r} leaves that to JAX. Name only "
+                f"these axes, or add it.",
+                spec=spec,
+                axes=axes,
+            )
+        return spec
+
+    return jax.tree.map(checked, tuple(specs) if isinstance(specs, list) else specs, is_leaf=is_spec)
+
+
+def mapped_by_spec(what: str, fn: Callable[[P, Any], Any], specs: Any, tree: Any) -> Any:
+    """Return the tree with `fn(spec, leaf)` at its leaves; the specs are a prefix of the tree. *Pure.*
+
+    Raises:
+        ShardingError: The specs are no prefix of the tree.
+    """
+    try:
+        pairs = jax.tree.map(_Below, specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ShardingError(
+            f"{what}: the specs {specs!r} do not fit {jax.tree.structure(tree)}: {error}. Give one dm.P for all of it, "
+            f"or the same containers with one dm.P per leaf.",
+            specs=specs,
+        ) from None
+    return jax.tree.map(lambda below: below.mapped(fn), pairs, is_leaf=lambda value: isinstance(value, _Below))
+
+
+class _Below:
+    """What lies under one spec."""
+
+    __slots__ = ("spec", "tree")
+
+    def __init__(self, spec: P, tree: Any) -> None:
+        self.spec = spec
+        self.tree = tree
+
+    def mapped(self, fn: Callable[[P, Any], Any]) -> Any:
+        return jax.tree.map(lambda leaf: fn(self.spec, leaf), self.tree)

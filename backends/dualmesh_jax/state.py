@@ -1,0 +1,127 @@
+"""`JaxState`: a topology on a mesh that it may share, in JAX's own names.
+
+Meshes are made in `meshes`; what is computed on arrays is in `collectives`, `arrays` and `programs`.
+"""
+
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from dualmesh.errors import ShardingError, listed
+from dualmesh.partition_spec import P, check_axes, split_axes
+from dualmesh.state import AxisTable, ParallelState, StatePlan, World
+from dualmesh.topology import Axis
+from dualmesh_jax.arrays import JaxArrays
+from dualmesh_jax.collectives import JaxCollectives
+from dualmesh_jax.host import JaxHostObjects
+from dualmesh_jax.keys import give_key
+from dualmesh_jax.meshes import SharedMesh, mesh_of
+from dualmesh_jax.programs import JaxPrograms
+
+
+class JaxState(ParallelState):
+    """A topology over JAX devices. Native groups are tuples of mesh axis names, what `jax.lax` collectives take."""
+
+    backend = "jax"
+    arrays: JaxArrays
+
+    def __init__(self, plan: StatePlan, world: World, shared: SharedMesh) -> None:
+        super().__init__(plan, world)
+        self.shared = shared
+        give_key(self, shared.serial)
+        self._native = AxisTable(self._native_for)
+        self.collectives = JaxCollectives(self)
+        self.arrays = JaxArrays(self)
+        self.programs = JaxPrograms(self)
+        self.host = JaxHostObjects(self)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The session ranks of the state, in grid order."""
+        return self.shared.order
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices of the state over the atoms that its axes are made of; shared with other states."""
+        self.require_live("mesh")
+        return self.shared.mesh
+
+    @property
+    def fsdp_mesh(self) -> Mesh:
+        """The devices that share parameters: (params,), or (replicate, params) where replicas exist."""
+        params = self.topology.role("params")
+        replicate = self.topology.spec.roles.get("replicate", ())
+        axes = (replicate, params) if self.size(replicate) > 1 else (params,)
+        return self._submesh("fsdp_mesh", ("replicate", "params")[-len(axes) :], axes)
+
+    def submesh(self, *axes: str) -> Mesh:
+        """Return a mesh of some axes in the order given; shardings on it do not mix with those on `mesh`."""
+        return self._submesh("submesh", axes, axes)
+
+    def _submesh(self, where: str, names: tuple[str, ...], axes: tuple[Axis, ...]) -> Mesh:
+        self.require_live(where)
+        joined = tuple(name for axis in axes for name in split_axes(axis))
+        covers = self.size(joined) == self.world_size
+        ranks = self.ranks(joined, self.members[0] if covers else None)
+        devices = dict(zip(self.members, self.shared.devices, strict=True))
+        return mesh_of([devices[rank] for rank in ranks], [self.size(axis) for axis in axes], names)
+
+    def axes(self, axis: Axis) -> tuple[str, ...]:
+        names: tuple[str, ...] = self._native[axis]
+        return names
+
+    def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> PartitionSpec:
+        return self.native_spec("pspec", P(*entries, partial=partial))
+
+    def sharding(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, self.native_spec("sharding", P.of(spec)))
+
+    def native_spec(self, where: str, spec: P) -> PartitionSpec:
+        """Return JAX's form of a spec, in the names of the mesh. *Local.*
+
+        Raises:
+            ShardingError: The spec is partial, which only what leaves `shard_map` can be.
+        """
+        if spec.partial:
+            raise ShardingError(
+                f"{where}: {spec!r} is partial over {listed(spec.partial)}. In JAX a value still to be summed exists "
+                f"only inside shard_map; give it in out_specs of dm.shard_map, and leave partial out here.",
+                spec=spec,
+            )
+        check_axes(self.topology, spec, what=where)
+        return PartitionSpec(*(self._entry(split_axes(entry)) for entry in spec.entries))
+
+    def _entry(self, axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+        names = self.axes(axes)
+        return names[0] if len(names) == 1 else names or None
+
+    def _native_for(self, axis: Axis) -> tuple[str, ...]:
+        self.size(axis)
+        self.require_live("axes")
+        return self.shared.axes(self.topology.layout(axis))
+
+    def _group_for(self, axis: Axis) -> tuple[str, ...]:
+        return self.axes(axis)
+
+    def _own_index(self, axis: Axis) -> Any:
+        if self.size(axis) == 1:
+            return 0
+        return lax.axis_index(self.axes(axis)) if self.is_manual(axis) else super()._own_index(axis)
+
+    def is_manual(self, axis: Axis) -> bool:
+        """Tell whether this code runs per rank along an axis: inside a `shard_map` over this state's mesh. *Local.*"""
+        around = get_abstract_mesh()
+        return (
+            bool(around.manual_axes)
+            and around.shape_tuple == self.shared.mesh.shape_tuple
+            and set(self.axes(axis)) <= set(around.manual_axes)
+        )
+
+    def release(self) -> None:
+        super().release()
+        self._native.clear()
