@@ -5,7 +5,7 @@ Arrays travel with `ops`. None of these is differentiable, and none belongs in c
 
 from typing import Any
 
-from dualmesh.ops import checked_index, resolved
+from dualmesh.ops.checks import checked_index, resolved
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis

@@ -8,6 +8,7 @@ from typing import Any
 from dualmesh import ops
 from dualmesh.errors import ShapeError
 from dualmesh.lazy import array_api_compat
+from dualmesh.ops.checks import checked_dim
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -34,7 +35,7 @@ def gather_sequence(
 
 def pad_sequence(x: Any, dim: int, axis: Axis = "sp", *, value: float = 0.0, state: ParallelState | None = None) -> Any:
     """Append `value` along `dim` up to the next multiple of the size of the axis. *Local.*"""
-    dim = ops.checked_dim("sequence.pad_sequence", x, dim)
+    dim = checked_dim("sequence.pad_sequence", x, dim)
     missing = -x.shape[dim] % ops.axis_size(axis, state=state)
     if missing == 0:
         return x
@@ -47,7 +48,7 @@ def pad_sequence(x: Any, dim: int, axis: Axis = "sp", *, value: float = 0.0, sta
 def unpad_sequence(x: Any, dim: int, length: int) -> Any:
     """Cut `dim` to its first `length` elements. *Local.*"""
     where = "sequence.unpad_sequence"
-    dim = ops.checked_dim(where, x, dim)
+    dim = checked_dim(where, x, dim)
     length = positive(where, "length", length, least=0)
     if length > x.shape[dim]:
         raise ShapeError(
@@ -62,7 +63,7 @@ def roll(x: Any, shift: int, dim: int, axis: Axis = "sp", *, state: ParallelStat
     *Collective over the axis.* Sends one whole block and one remainder at most. Gradient: the roll by -shift.
     """
     where = "sequence.roll"
-    dim = ops.checked_dim(where, x, dim)
+    dim = checked_dim(where, x, dim)
     block = x.shape[dim]
     if block == 0:
         return x
@@ -99,7 +100,7 @@ def balanced(x: Any, dim: int, size: int, *, inverse: bool = False) -> Any:
         ShapeError: 2 * size does not divide the sequence.
     """
     where = "sequence.balanced"
-    dim = ops.checked_dim(where, x, dim)
+    dim = checked_dim(where, x, dim)
     size = positive(where, "size", size)
     length = x.shape[dim]
     if length % (2 * size):

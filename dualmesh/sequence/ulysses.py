@@ -9,6 +9,7 @@ from typing import Any
 from dualmesh import ops
 from dualmesh.errors import ShapeError
 from dualmesh.lazy import array_api_compat
+from dualmesh.ops.checks import checked_dim
 from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -85,7 +86,7 @@ def ulysses_attention(
         ShapeError: The heads of key do not divide those of query, or key and value differ.
     """
     where = "sequence.ulysses_attention"
-    head_dim = ops.checked_dim(where, query, head_dim)
+    head_dim = checked_dim(where, query, head_dim)
     size = ops.axis_size(axis, state=state)
     heads, kv_heads = query.shape[head_dim], key.shape[head_dim]
     if kv_heads != value.shape[head_dim] or kv_heads == 0 or heads % kv_heads:
@@ -136,7 +137,7 @@ def _padded_heads(x: Any, head_dim: int, heads: int) -> Any:
 
 
 def _two_dims(where: str, x: Any, seq_dim: int, head_dim: int) -> tuple[int, int]:
-    seq, head = ops.checked_dim(where, x, seq_dim), ops.checked_dim(where, x, head_dim)
+    seq, head = checked_dim(where, x, seq_dim), checked_dim(where, x, head_dim)
     if seq == head:
         raise ShapeError(f"{where}: seq_dim {seq_dim} and head_dim {head_dim} are one dim. Name two.", dim=seq)
     return seq, head

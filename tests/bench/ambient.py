@@ -83,18 +83,17 @@ def _jax_floor(state: dm.ParallelState) -> type:
 
 def measure(backend: str) -> None:
     """Print the table of one backend."""
-    world_size = 1 if backend == "torch" else 4
-    with dm.session(backend=backend, world_size=None if backend == "torch" else world_size):
-        state = dm.init_parallel_state(dp_size=1 if world_size == 1 else 2, ulysses_size=1 if world_size == 1 else 2)
+    own_rank = backend != "jax"
+    with dm.session(backend=backend, world_size=1 if own_rank else 4):
+        state = dm.init_parallel_state(dp_size=1 if own_rank else 2, ulysses_size=1 if own_rank else 2)
         names = {
             "get": dm.get_parallel_state,
             "use": dm.use_parallel_state,
             "read": read_variable,
             "floor": hand_written(backend, state),
             "state": state,
-            "fixed": lambda: state,
         }
-        index = "get().index('sp')" if backend == "torch" else "get().index('sp', 0)"
+        index = "get().index('sp')" if own_rank else "get().index('sp', 0)"
         rows = {
             "read a ContextVar in a function": "read()",
             "get_parallel_state()": "get()",

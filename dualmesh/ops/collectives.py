@@ -1,25 +1,17 @@
 """The collectives: per-rank blocks in, per-rank blocks out, one meaning on every backend.
 
-Arguments are checked here; what happens to the arrays is in the backends (`verbs.Collectives`), the gradient
-contract in `op_table`. Collectives of sequences are in `sequence`, of plain Python objects in `host`.
+Arguments are checked in `checks`; what happens to the arrays is in the backends (`verbs.Collectives`), the gradient
+contract in `op_table`.
 """
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
-from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError, counted, listed
+from dualmesh.errors import ArgumentError, listed
+from dualmesh.ops.checks import KINDS, admitted, check_reduction, checked_dim, checked_index, divided, resolved
 from dualmesh.resolution import whole
-from dualmesh.scope import current_scope, get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
-
-_KINDS = {
-    "sum": ("integer", "float", "complex"),
-    "mean": ("float", "complex"),
-    "max": ("integer", "float"),
-    "min": ("integer", "float"),
-}
 
 
 def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | None = None) -> Any:
@@ -33,8 +25,8 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | No
         ArrayTypeError: The dtype has no such reduction (sums of bool, means of integers).
         NotDifferentiableError: max or min is differentiated.
     """
-    owner, axis, size, kind = _admitted("ops.all_reduce", x, axis, state)
-    _check_reduction("ops.all_reduce", op, kind, _KINDS)
+    owner, axis, size, kind = admitted("ops.all_reduce", x, axis, state)
+    check_reduction("ops.all_reduce", op, kind, KINDS)
     return x if size == 1 else owner.collectives.all_reduce(x, axis, op=op)
 
 
@@ -43,7 +35,7 @@ def all_gather(x: Any, axis: Axis, dim: int = 0, *, state: ParallelState | None 
 
     *Collective.* `x` has shape (..., n, ...), the result (..., size * n, ...). Gradient: reduce_scatter(sum).
     """
-    owner, axis, size, _ = _admitted("ops.all_gather", x, axis, state)
+    owner, axis, size, _ = admitted("ops.all_gather", x, axis, state)
     dim = checked_dim("ops.all_gather", x, dim)
     return x if size == 1 else owner.collectives.all_gather(x, axis, dim=dim)
 
@@ -58,9 +50,9 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, state: 
         ShapeError: The size of the axis does not divide `dim`.
     """
     where = "ops.reduce_scatter"
-    owner, axis, size, kind = _admitted(where, x, axis, state)
-    _check_reduction(where, op, kind, {name: _KINDS[name] for name in ("sum", "mean")})
-    dim = _divided(where, x, dim, axis, size)
+    owner, axis, size, kind = admitted(where, x, axis, state)
+    check_reduction(where, op, kind, {name: KINDS[name] for name in ("sum", "mean")})
+    dim = divided(where, x, dim, axis, size)
     return x if size == 1 else owner.collectives.reduce_scatter(x, axis, dim=dim, op=op)
 
 
@@ -70,8 +62,8 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, state: Pa
     *Collective.* `split_dim` shrinks by the size of the axis, `concat_dim` grows by it. Gradient: the inverse
     all_to_all(concat_dim, split_dim).
     """
-    owner, axis, size, _ = _admitted("ops.all_to_all", x, axis, state)
-    split_dim = _divided("ops.all_to_all", x, split_dim, axis, size)
+    owner, axis, size, _ = admitted("ops.all_to_all", x, axis, state)
+    split_dim = divided("ops.all_to_all", x, split_dim, axis, size)
     concat_dim = checked_dim("ops.all_to_all", x, concat_dim)
     return x if size == 1 else owner.collectives.all_to_all(x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
@@ -85,7 +77,7 @@ def broadcast(x: Any, axis: Axis, src: int = 0, *, state: ParallelState | None =
     Args:
         src: An index of the axis, 0..size-1, not a global rank.
     """
-    owner, axis, size, _ = _admitted("ops.broadcast", x, axis, state)
+    owner, axis, size, _ = admitted("ops.broadcast", x, axis, state)
     src = checked_index("ops.broadcast", "src", src, axis, size)
     return x if size == 1 else owner.collectives.broadcast(x, axis, src=src)
 
@@ -96,7 +88,7 @@ def shift(x: Any, axis: Axis, offset: int = 1, wrap: bool = True, *, state: Para
     *Collective.* Gradient: the shift by -offset.
     """
     where = "ops.shift"
-    owner, axis, size, _ = _admitted(where, x, axis, state)
+    owner, axis, size, _ = admitted(where, x, axis, state)
     step = whole(offset)
     if step is None:
         raise ArgumentError(f"{where}: offset={offset!r} is no integer.", offset=offset)
@@ -116,7 +108,7 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
         ArgumentError: A pair is out of range or repeats a src or a dst.
     """
     where = "ops.permute"
-    owner, axis, size, _ = _admitted(where, x, axis, state)
+    owner, axis, size, _ = admitted(where, x, axis, state)
     checked = []
     for pair in pairs:
         if len(tuple(pair)) != 2:
@@ -138,8 +130,8 @@ def take_block(x: Any, axis: Axis, dim: int, *, state: ParallelState | None = No
 
     Gradient: zeros outside the block; sums over ranks where the array is replicated.
     """
-    owner, axis, size, _ = _admitted("ops.take_block", x, axis, state)
-    dim = _divided("ops.take_block", x, dim, axis, size)
+    owner, axis, size, _ = admitted("ops.take_block", x, axis, state)
+    dim = divided("ops.take_block", x, dim, axis, size)
     return x if size == 1 else owner.collectives.take_block(x, axis, dim=dim)
 
 
@@ -154,93 +146,7 @@ def axis_size(axis: Axis, *, state: ParallelState | None = None) -> int:
     return resolved("ops.axis_size", axis, state)[2]
 
 
-def resolved(where: str, axis: Axis | list[str], state: ParallelState | None) -> tuple[ParallelState, Axis, int]:
-    """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*"""
-    owner = get_parallel_state() if state is None else state
-    if isinstance(axis, list):
-        axis = tuple(axis)
-    layout = owner.topology.layouts.get(axis) if type(axis) is str else None
-    size = layout.size if layout is not None else _size(where, owner, axis, state)
-    owner.require_ready(where)
-    return owner, axis, size
-
-
-def _size(where: str, owner: ParallelState, axis: Axis, state: ParallelState | None) -> int:
-    """Return the size of an axis, or refuse it and say whether an outer scope has it."""
-    try:
-        return owner.topology.size(axis)
-    except KeyError:
-        error = owner.unknown_axis(axis)
-    scope = current_scope() if state is None else None
-    hint = ""
-    outer = scope.outer if scope is not None else None
-    while outer is not None and not hint:
-        hint = f" (Outer scope {outer.name!r} has it.)" if axis in outer.state.axis_names else ""
-        outer = outer.outer
-    message = f"{where}: {error}{hint}"
-    raise type(error)(message, axis=axis, axes=owner.axis_names, state=owner)
-
-
-def _admitted(where: str, x: Any, axis: Axis, state: ParallelState | None) -> tuple[ParallelState, Axis, int, str]:
-    owner, axis, size = resolved(where, axis, state)
-    return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
-
-
 def _permuted(owner: ParallelState, x: Any, axis: Axis, size: int, pairs: tuple[tuple[int, int], ...]) -> Any:
     if len(pairs) == size and all(src == dst for src, dst in pairs):
         return x
     return owner.collectives.permute(x, axis, pairs=tuple(sorted(pairs)))
-
-
-def _check_reduction(where: str, op: str, kind: str, allowed: dict[str, tuple[str, ...]]) -> None:
-    if op not in allowed:
-        raise ArgumentError(f"{where}: op={op!r}. Allowed: {listed(allowed)}.", op=op)
-    if kind not in allowed[op]:
-        raise ArrayTypeError(
-            f"{where}: the {op} of a {kind} array is not defined. Kinds that have one: {listed(allowed[op])}. Convert "
-            f"the array first.",
-            op=op,
-            kind=kind,
-        )
-
-
-def checked_dim(where: str, x: Any, dim: int) -> int:
-    """Return a dim of `x` counted from 0, or refuse it. *Pure.*"""
-    dims = len(x.shape)
-    number = whole(dim)
-    if number is None or not -dims <= number < dims:
-        allowed = f"Dims are {-dims}..{dims - 1}." if dims else "It has no dims: reshape it to (1,) first."
-        raise ShapeError(
-            f"{where}: dim {dim!r} is out of range for shape {tuple(x.shape)}. {allowed}", dim=dim, shape=tuple(x.shape)
-        )
-    return number % dims
-
-
-def _divided(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
-    dim = checked_dim(where, x, dim)
-    length = x.shape[dim]
-    if length % size:
-        raise ShapeError(
-            f"{where}: dim {dim} of shape {tuple(x.shape)} has size {length}, which axis {axis!r} with "
-            f"{counted(size, 'index')} does not divide. Pad dim {dim} to {-(-length // size) * size}.".replace(
-                "indexs", "indices"
-            ),
-            dim=dim,
-            axis=axis,
-            size=size,
-            shape=tuple(x.shape),
-        )
-    return dim
-
-
-def checked_index(where: str, name: str, value: Any, axis: Axis, size: int) -> int:
-    """Return an index of an axis as an int, or refuse it. *Pure.*"""
-    index = whole(value)
-    if index is None or not 0 <= index < size:
-        raise ArgumentError(
-            f"{where}: {name}={value!r} is no index of axis {axis!r}. Indices are 0..{size - 1} along the axis, not "
-            f"global ranks.",
-            axis=axis,
-            **{name: value},
-        )
-    return operator.index(index)

@@ -1,0 +1,109 @@
+"""What every collective checks before a backend sees it: the state, the axis, the dims, the dtype.
+
+The collectives themselves are in `collectives`, `pairs` and `ragged`.
+"""
+
+import operator
+from typing import Any
+
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError, counted, listed
+from dualmesh.resolution import whole
+from dualmesh.scope import current_scope, get_parallel_state
+from dualmesh.state import ParallelState
+from dualmesh.topology import Axis
+
+KINDS = {
+    "sum": ("integer", "float", "complex"),
+    "mean": ("float", "complex"),
+    "max": ("integer", "float"),
+    "min": ("integer", "float"),
+}
+
+
+def resolved(where: str, axis: Axis | list[str], state: ParallelState | None) -> tuple[ParallelState, Axis, int]:
+    """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*"""
+    owner = get_parallel_state() if state is None else state
+    if isinstance(axis, list):
+        axis = tuple(axis)
+    layout = owner.topology.layouts.get(axis) if type(axis) is str else None
+    size = layout.size if layout is not None else _size(where, owner, axis, state)
+    owner.require_ready(where)
+    return owner, axis, size
+
+
+def _size(where: str, owner: ParallelState, axis: Axis, state: ParallelState | None) -> int:
+    """Return the size of an axis, or refuse it and say whether an outer scope has it."""
+    try:
+        return owner.topology.size(axis)
+    except KeyError:
+        error = owner.unknown_axis(axis)
+    scope = current_scope() if state is None else None
+    hint = ""
+    outer = scope.outer if scope is not None else None
+    while outer is not None and not hint:
+        hint = f" (Outer scope {outer.name!r} has it.)" if axis in outer.state.axis_names else ""
+        outer = outer.outer
+    message = f"{where}: {error}{hint}"
+    raise type(error)(message, axis=axis, axes=owner.axis_names, state=owner)
+
+
+def admitted(where: str, x: Any, axis: Axis, state: ParallelState | None) -> tuple[ParallelState, Axis, int, str]:
+    """Return the state, the axis, its size and the kind of the dtype of `x` ("float" where nothing moves). *Local.*"""
+    owner, axis, size = resolved(where, axis, state)
+    return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
+
+
+def check_reduction(where: str, op: str, kind: str, allowed: dict[str, tuple[str, ...]]) -> None:
+    """Refuse a reduction that does not exist, or that the dtype does not have. *Pure.*"""
+    if op not in allowed:
+        raise ArgumentError(f"{where}: op={op!r}. Allowed: {listed(allowed)}.", op=op)
+    if kind not in allowed[op]:
+        raise ArrayTypeError(
+            f"{where}: the {op} of a {kind} array is not defined. Kinds that have one: {listed(allowed[op])}. Convert "
+            f"the array first.",
+            op=op,
+            kind=kind,
+        )
+
+
+def checked_dim(where: str, x: Any, dim: int) -> int:
+    """Return a dim of `x` counted from 0, or refuse it. *Pure.*"""
+    dims = len(x.shape)
+    number = whole(dim)
+    if number is None or not -dims <= number < dims:
+        allowed = f"Dims are {-dims}..{dims - 1}." if dims else "It has no dims: reshape it to (1,) first."
+        raise ShapeError(
+            f"{where}: dim {dim!r} is out of range for shape {tuple(x.shape)}. {allowed}", dim=dim, shape=tuple(x.shape)
+        )
+    return number % dims
+
+
+def divided(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
+    """Return a dim of `x` counted from 0, or refuse it where the size of the axis does not divide it. *Pure.*"""
+    dim = checked_dim(where, x, dim)
+    length = x.shape[dim]
+    if length % size:
+        raise ShapeError(
+            f"{where}: dim {dim} of shape {tuple(x.shape)} has size {length}, which axis {axis!r} with "
+            f"{counted(size, 'index')} does not divide. Pad dim {dim} to {-(-length // size) * size}.".replace(
+                "indexs", "indices"
+            ),
+            dim=dim,
+            axis=axis,
+            size=size,
+            shape=tuple(x.shape),
+        )
+    return dim
+
+
+def checked_index(where: str, name: str, value: Any, axis: Axis, size: int) -> int:
+    """Return an index of an axis as an int, or refuse it. *Pure.*"""
+    index = whole(value)
+    if index is None or not 0 <= index < size:
+        raise ArgumentError(
+            f"{where}: {name}={value!r} is no index of axis {axis!r}. Indices are 0..{size - 1} along the axis, not "
+            f"global ranks.",
+            axis=axis,
+            **{name: value},
+        )
+    return operator.index(index)
