@@ -1,0 +1,80 @@
+"""Paths of parameters: where a leaf sits in a tree, as keys joined by dots, and patterns over such paths.
+
+What a matching parameter then gets is in `plan`; trees without paths are in `tree`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dualmesh.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A dotted path in which `*` is any one segment (or, inside a segment, any part of it) and `**` any number.
+
+    >>> pattern = Pattern("layers.*.attn.w*")
+    >>> pattern.matches("layers.3.attn.wq"), pattern.matches("layers.3.mlp.wq")
+    (True, False)
+    >>> Pattern("**.bias").matches("bias"), Pattern("**").matches("")
+    (True, True)
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        segments = self.text.split(".") if isinstance(self.text, str) else [""]
+        bad = [segment for segment in segments if not segment or ("**" in segment and segment != "**")]
+        if bad and self.text != "":
+            raise ArgumentError(
+                f"Pattern {self.text!r}: {bad[0]!r} is no segment. Segments are separated by single dots; '*' stands "
+                f"for one segment or a part of one, '**' alone for any number of segments.",
+                pattern=self.text,
+            )
+
+    def matches(self, path: str) -> bool:
+        """Tell whether the whole path fits. *Pure.*"""
+        return self._expression.match(f".{path}" if path else "") is not None
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        parts = [_expression_of(segment) for segment in self.text.split(".")] if self.text else []
+        return re.compile("".join(parts) + r"\Z")
+
+
+def _expression_of(segment: str) -> str:
+    if segment == "**":
+        return r"(?:\.[^.]+)*"
+    if segment == "*":
+        return r"\.[^.]+"
+    return r"\." + r"[^.]*".join(re.escape(part) for part in segment.split("*"))
+
+
+def path_of(keys: str | Iterable[object]) -> str:
+    """Return a path from its keys, outermost first; a path stays as it is. *Pure.*
+
+    >>> path_of(["layers", 0, "wq"])
+    'layers.0.wq'
+    """
+    return keys if isinstance(keys, str) else ".".join(str(key) for key in keys)
+
+
+def with_paths(tree: Any, prefix: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of nested dicts, lists, tuples and named tuples, in the order of `tree.leaves`. *Pure.*
+
+    >>> list(with_paths({"layers": [{"w": 1}, {"w": 2}], "bias": None}))
+    [('layers.0.w', 1), ('layers.1.w', 2)]
+    """
+    if isinstance(tree, Mapping):
+        items: Iterable[tuple[object, Any]] = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)
+    else:
+        if tree is not None:
+            yield path_of(prefix), tree
+        return
+    for key, value in items:
+        yield from with_paths(value, (*prefix, key))
