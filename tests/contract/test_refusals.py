@@ -36,7 +36,7 @@ WANTED = {
     "stale_op": ("StaleStateError", "RuntimeError", r"was cleared.*Initialize"),
     "stale_distribute": ("StaleStateError", "RuntimeError", r"distribute: .*was cleared"),
     "stale_shard_map": ("StaleStateError", "RuntimeError", r"shard_map: .*was cleared"),
-    "stale_group": ("StaleStateError", "RuntimeError", r"group: .*was cleared"),
+    "stale_group": ("StaleStateError", "RuntimeError", r"was cleared.*Initialize"),
     "gradient_of_max": ("NotDifferentiableError", "RuntimeError", r"max|autodiff"),
     "rank_of_no_state": ("RankError", "ValueError", r"has no rank 4\. Its ranks: 0\.\.3"),
 }

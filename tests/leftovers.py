@@ -1,0 +1,34 @@
+"""A fixture for tests that run sim worlds in pytest's own process: they leave it as they found it."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+import dualmesh as dm
+from dualmesh import discovery, scope
+from dualmesh.registry import registry
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    """No state, scope, world or rank's thread outlives a test, and no framework was imported."""
+    yield
+    assert registry.names() == []
+    assert scope.default_state() is None
+    assert dm.scope_name() is None
+    assert [name for name, backend in discovery.loaded().items() if backend.world() is not None] == []
+    assert [name for name in ("torch", "jax") if name in sys.modules] == []
+    assert _threads_after(2.0) == []
+
+
+def _threads_after(limit_s):
+    """Return the rank threads that still run once they had time to end."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        running = [thread.name for thread in threading.enumerate() if thread.name.startswith("rank ")]
+        if not running:
+            break
+        time.sleep(0.01)
+    return running
