@@ -44,12 +44,17 @@ class P:
         """Return a `P` for a `P` or a JAX PartitionSpec. *Pure.*
 
         Raises:
-            ShardingError: The value is neither.
+            ShardingError: The value is neither, or says what a `P` cannot.
         """
         if isinstance(spec, cls):
             return spec
-        if type(spec).__name__ == "PartitionSpec" and type(spec).__module__.split(".")[0] in ("jax", "jaxlib"):
-            return cls(*spec, partial=tuple(getattr(spec, "unreduced", ()) or ()))
+        if is_spec(spec):
+            if getattr(spec, "reduced", None):
+                raise ShardingError(
+                    f"{spec!r}: dm.P has no word for `reduced`, which says how a gradient lies. Leave it out.",
+                    spec=spec,
+                )
+            return cls(*getattr(spec, "partitions", spec), partial=sorted(getattr(spec, "unreduced", None) or ()))
         raise ShardingError(f"A partition spec was expected, found {spec!r}. Write dm.P('axis', None, ...).", spec=spec)
 
     @property
@@ -85,6 +90,13 @@ class P:
         while entries and entries[-1] is None:
             entries = entries[:-1]
         return entries
+
+
+def is_spec(value: Any) -> bool:
+    """Tell whether a value is a `P` or a JAX PartitionSpec, whose class some JAX releases call `jax.P`. *Pure.*"""
+    kind = type(value)
+    is_jax = kind.__module__.split(".")[0] in ("jax", "jaxlib") and kind.__name__ in ("P", "PartitionSpec")
+    return is_jax or isinstance(value, P)
 
 
 def _rebuilt(entries: tuple[Entry, ...], partial: tuple[str, ...]) -> P:
@@ -261,6 +273,7 @@ __all__ = [
     "canonical",
     "dim_layouts",
     "global_shape",
+    "is_spec",
     "local_shape",
     "named_axes",
     "named_set",

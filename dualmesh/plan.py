@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dualmesh.errors import ShardingError, did_you_mean, listed
 from dualmesh.logical import Names, Rules, names_in, rules_of, spec_by_rules
-from dualmesh.partition_spec import P, local_shape
+from dualmesh.partition_spec import P, is_spec, local_shape
 from dualmesh.paths import Pattern, path_of, with_paths
 from dualmesh.plan_report import Report, fit_problems
 from dualmesh.topology import Topology
@@ -238,7 +238,7 @@ class ShardingPlan:
 
 
 def _choice(where: str, value: Any) -> Choice:
-    if isinstance(value, tuple | list) and not type(value).__name__ == "PartitionSpec":
+    if isinstance(value, tuple | list) and not is_spec(value):
         return names_in(value)
     spec = P.of(value)
     if spec.partial:

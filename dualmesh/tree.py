@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dualmesh.errors import ShardingError
-from dualmesh.partition_spec import P
+from dualmesh.partition_spec import P, is_spec
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -38,7 +38,7 @@ def spec_tree(specs: Any, tree: Any, *, what: str) -> Any:
     Raises:
         ShardingError: The specs are no prefix of the tree.
     """
-    if isinstance(specs, P) or type(specs).__name__ == "PartitionSpec":
+    if is_spec(specs):
         spec = P.of(specs)
         return mapped(lambda _leaf: spec, tree)
     if tree is None and specs is None:
