@@ -1,0 +1,69 @@
+"""The planned placements against DTensor itself: one process is every rank in turn (torch's fake backend)."""
+
+import random
+
+import numpy as np
+
+from dualmesh.layout import Digit
+from dualmesh.partition_spec import slices_of
+from dualmesh.placements import placements_of, spec_for
+from tests.core.all_specs import TOPOLOGIES, all_specs, grid
+from tests.worlds import torch_pool
+
+SHAPE = (24, 48)
+
+
+def local_blocks(cases, world_size):
+    """Return, per case (mesh sizes, placements as data), what DTensor gives every rank of arange(SHAPE)."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def native(placement):
+        kind, *numbers = placement
+        return (
+            {"Replicate": Replicate, "Shard": Shard}[kind](*numbers)
+            if kind != "StridedShard"
+            else _StridedShard(numbers[0], split_factor=numbers[1])
+        )
+
+    array = torch.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+    blocks = [[] for _ in cases]
+    for rank in range(world_size):
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        try:
+            for case, (sizes, placements) in enumerate(cases):
+                mesh = init_device_mesh("cpu", sizes)
+                placed = distribute_tensor(array, mesh, [native(p) for p in placements], src_data_rank=None)
+                blocks[case].append(placed.to_local().numpy().copy())
+        finally:
+            dist.destroy_process_group()
+    return blocks
+
+
+def as_data(placement):
+    """Return a placement as its class name and numbers."""
+    return (type(placement).__name__, *vars(placement).values())
+
+
+def test_dtensor_gives_every_rank_the_slice_that_the_core_says():
+    array = np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+    merged = (Digit(2, 4), Digit(4, 1))
+    for name, meshes in {"2x2x2": [None, merged], "2x3": [None], "view": [None], "inner view": [None]}.items():
+        topology = TOPOLOGIES[name]
+        whole = [spec for spec in all_specs(topology) if not spec.partial and len(spec.axes) > 1]
+        for given in meshes:
+            mesh = grid(topology) if given is None else given
+            specs = [spec for spec in whole if given is None or spec.entries[0] in (("b", "a", "c"), ("b", "c", "a"))]
+            chosen = random.Random(name).sample(specs, min(20, len(specs)))
+            planned = [placements_of(topology, spec, mesh) for spec in chosen]
+            cases = [(tuple(d.size for d in mesh), [as_data(p) for p in placements]) for placements in planned]
+            (found,) = torch_pool.run(local_blocks, [(cases, topology.world_size)])
+            for spec, placements, blocks in zip(chosen, planned, found, strict=True):
+                expected = [array[slices_of(topology, spec, SHAPE, rank)] for rank in range(topology.world_size)]
+                for rank in range(topology.world_size):
+                    np.testing.assert_array_equal(blocks[rank], expected[rank], err_msg=f"{name} {spec} {rank}")
+                assert placements_of(topology, spec_for(topology, placements, mesh), mesh) == placements
