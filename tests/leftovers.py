@@ -6,18 +6,13 @@ import time
 
 import pytest
 
-import dualmesh as dm
-from dualmesh import discovery, scope
-from dualmesh.registry import registry
+from dualmesh import discovery
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind():
-    """No state, scope, world or rank's thread outlives a test, and no framework was imported."""
+    """No world and no rank's thread outlives a test, and no framework was imported."""
     yield
-    assert registry.names() == []
-    assert scope.default_state() is None
-    assert dm.scope_name() is None
     assert [name for name, backend in discovery.loaded().items() if backend.world() is not None] == []
     assert [name for name in ("torch", "jax") if name in sys.modules] == []
     assert _threads_after(2.0) == []

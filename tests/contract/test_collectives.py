@@ -13,8 +13,8 @@ def expected(world, case):
     return oracle.everywhere(oracle.forward, world, case.verb, case.axis, case.blocks(world), dict(case.settings))
 
 
-def faults(wanted, found, *, rtol):
-    """Say every case whose result is not the oracle's, in value, shape or dtype."""
+def check(wanted, found, *, rtol):
+    """Fail with every case whose result is not the oracle's, in value, shape or dtype."""
     wrong = []
     for case, value in wanted.items():
         got = found[case]
@@ -24,7 +24,8 @@ def faults(wanted, found, *, rtol):
             wrong.append(f"{case}: {got.dtype}{got.shape}, expected {value.dtype}{value.shape}")
         elif not np.allclose(value, got, rtol=rtol, atol=rtol):
             wrong.append(f"{case}: {np.sum(~np.isclose(value, got, rtol=rtol, atol=rtol))} of {got.size} differ")
-    return "\n".join(wrong)
+    if wrong:
+        pytest.fail(f"{len(wrong)} of {len(wanted)} cases:\n" + "\n".join(wrong), pytrace=False)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -32,14 +33,14 @@ def faults(wanted, found, *, rtol):
 def test_every_collective_gives_what_its_definition_gives(backend, world):
     some = cases.grid(world)
     found = agreed(run(backend, runs.collectives, world, some, world_size=world))
-    assert faults({case: expected(world, case) for case in some}, found, rtol=1e-13) == ""
+    check({case: expected(world, case) for case in some}, found, rtol=1e-13)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_dtype_travels_and_stays(backend):
     some = cases.dtypes()
     found = agreed(run(backend, runs.collectives, 4, some, world_size=4))
-    assert faults({case: expected(4, case) for case in some}, found, rtol=2e-3) == ""
+    check({case: expected(4, case) for case in some}, found, rtol=2e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -56,7 +57,7 @@ def test_every_gradient_is_the_exact_transpose(backend, world):
     shapes = {case: expected(world, case).shape for case in some}
     found = agreed(run(backend, runs.gradients, world, some, shapes, world_size=world))
     wanted = {case: transposed(world, case, shapes[case]) for case in some}
-    assert faults(wanted, found, rtol=1e-12) == ""
+    check(wanted, found, rtol=1e-12)
 
 
 def transposed(world, case, shape):
