@@ -102,6 +102,10 @@ class OutsideShardMapError(DualmeshError, RuntimeError):
     """A per-rank operation used where no rank is defined."""
 
 
+class OutsideCompileError(DualmeshError, RuntimeError):
+    """Something that compiled code cannot do, and that must happen before."""
+
+
 class AgreementError(DualmeshError, RuntimeError):
     """Ranks that do not agree on what they build."""
 

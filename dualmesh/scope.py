@@ -51,6 +51,7 @@ _current = _CURRENT.get
 _default: ParallelState | None = None
 _default_name = "base"
 _mirrors: tuple[ScopeMirror, ...] = ()
+_elsewhere: Callable[[], Scope | None] | None = None
 _lock = threading.RLock()
 
 
@@ -59,7 +60,7 @@ def get_parallel_state() -> ParallelState:
 
     Before any state is registered this is a single-process state, with one warning.
     """
-    scope = _current()
+    scope = current_scope() if _elsewhere is not None else _current()
     if scope is not None:
         return scope.state
     return _default if _default is not None else solo_state()
@@ -67,15 +68,14 @@ def get_parallel_state() -> ParallelState:
 
 def scope_name() -> str | None:
     """Return the name by which the ambient state was entered, the default's name, or None before any init. *Local.*"""
-    scope = _current()
-    if scope is not None:
-        return scope.name
-    return _default_name if _default is not None else None
+    scope = current_scope()
+    return scope.name if scope is not None else default_name()
 
 
 def current_scope() -> Scope | None:
     """Return the innermost scope of this execution context, or None. *Local.*"""
-    return _current()
+    scope = _current()
+    return scope if scope is not None or _elsewhere is None else _elsewhere()
 
 
 def push(state: ParallelState, name: str, owner: object = None) -> Scope:
@@ -180,7 +180,7 @@ class use_parallel_state:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        scope = self._own(_current())
+        scope = self._own(current_scope())
         if scope is None:
             return
         if error is None:
@@ -246,6 +246,17 @@ def set_default(state: ParallelState | None, name: str = "base") -> None:
 def default_state() -> ParallelState | None:
     """Return the process-wide default, or None before any init. *Local.*"""
     return _default
+
+
+def default_name() -> str | None:
+    """Return the name of the process-wide default, or None before any init. *Local.*"""
+    return _default_name if _default is not None else None
+
+
+def set_elsewhere(find: Callable[[], Scope | None]) -> None:
+    """Let `find` say which scope a thread is in that entered none: a framework's worker thread. *Local.*"""
+    global _elsewhere
+    _elsewhere = find
 
 
 def add_mirror(mirror: ScopeMirror) -> None:

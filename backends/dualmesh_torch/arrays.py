@@ -1,0 +1,146 @@
+"""Global arrays as DTensors on the state's array mesh: laid out, read back, built from blocks, laid out anew.
+
+Which mesh and placements a spec means is in `meshes`.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from dualmesh.errors import ArrayTypeError, ShardingError, listed
+from dualmesh.partition_spec import P, global_shape, slices_of
+from dualmesh.verbs import Arrays
+from dualmesh_torch.dtypes import WIDENED
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from dualmesh_torch.state import TorchState
+
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+
+
+class TorchArrays(Arrays):
+    """Global arrays over the ranks of one state.
+
+    numpy has no bfloat16 or float8: `to_numpy` gives their exact values in float32. `distribute` takes the bfloat16
+    arrays of ml_dtypes.
+    """
+
+    def __init__(self, state: "TorchState") -> None:
+        self._state = state
+
+    def distribute(self, array: Any, spec: P) -> DTensor:
+        if isinstance(array, DTensor):
+            raise ArrayTypeError(
+                f"distribute: found a DTensor of shape {tuple(array.shape)}, which is laid out already. Use "
+                f"dm.constrain to lay it out anew.",
+                found=type(array),
+            )
+        if spec.partial:
+            raise ShardingError(
+                f"distribute: {spec!r} is partial over {listed(spec.partial)}. A value still to be summed comes from "
+                f"dm.shard_local or shard_map. Leave partial out.",
+                spec=spec,
+            )
+        state = self._state
+        whole = tensor_of("distribute", array).detach()
+        mesh, placements = state.sharding(spec)
+        cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(state.own_rank()))
+        block = whole[cut].to(state.device_type, copy=True, memory_format=torch.contiguous_format)
+        return assembled(block, mesh, placements, whole.shape)
+
+    def to_numpy(self, x: Any) -> Any:
+        if isinstance(x, DTensor):
+            x = _gathered(x)
+        if isinstance(x, torch.Tensor):
+            x = x.detach().cpu().resolve_conj().resolve_neg()
+            is_foreign = x.dtype.is_floating_point and x.dtype not in _NUMPY_FLOATS
+            return np.array((x.float() if is_foreign else x).numpy())
+        if isinstance(x, np.ndarray | np.generic):
+            return np.array(x)
+        raise ArrayTypeError(f"to_numpy: found a {type(x).__qualname__}. Give a tensor or a DTensor.", found=type(x))
+
+    def shard_local(self, block: Any, spec: P) -> DTensor:
+        state = self._state
+        mesh, placements = state.sharding(spec)
+        own = tensor_of("shard_local", block).detach()
+        own = own.to(state.device_type, copy=True, memory_format=torch.contiguous_format)
+        return assembled(own, mesh, placements, global_shape(state.topology, spec, own.shape))
+
+    def constrain(self, x: Any, spec: P) -> DTensor:
+        return self.placed("constrain", x, spec)
+
+    def placed(self, where: str, x: Any, spec: P) -> DTensor:
+        """Return `x`, a DTensor or a global array that every rank holds, laid out as `spec` says. *Collective.*"""
+        if spec.partial:
+            raise ShardingError(
+                f"{where}: {spec!r} is partial over {listed(spec.partial)}, but the array is a whole value. Leave "
+                f"partial out.",
+                spec=spec,
+            )
+        mesh, placements = self._state.sharding(spec)
+        if not isinstance(x, DTensor):
+            slices_of(self._state.topology, spec, np.shape(x), self._state.grid_rank(self._state.own_rank()))
+            if not (isinstance(x, torch.Tensor) and x.requires_grad):
+                return self.distribute(x, spec)
+            x = assembled(x, mesh, [Replicate()] * mesh.ndim, x.shape)
+        elif x.device_mesh != mesh:
+            whole = _gathered(x)
+            x = assembled(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+        slices_of(self._state.topology, spec, x.shape, self._state.grid_rank(self._state.own_rank()))
+        return _laid_out(x, mesh, placements)
+
+
+def _gathered(x: DTensor) -> torch.Tensor:
+    whole: torch.Tensor = _laid_out(x, x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
+    return whole
+
+
+def _laid_out(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
+    """Redistribute, in a dtype that travels."""
+    wide = WIDENED.get(x.dtype)
+    moved: Any = x if wide is None else x.to(wide)
+    found: DTensor = moved.redistribute(mesh, placements)
+    return found if wide is None else cast("DTensor", found.to(x.dtype))
+
+
+def assembled(
+    block: torch.Tensor,
+    mesh: "DeviceMesh",
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    grad_placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Return the DTensor of a global shape whose block on this rank is `block`; communicates nothing. *Local.*"""
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        block,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+        grad_placements=grad_placements,
+    )
+
+
+def tensor_of(where: str, array: Any) -> torch.Tensor:
+    """Return a tensor for a tensor, a numpy array, a number or anything that numpy takes. *Local.*
+
+    Raises:
+        ArrayTypeError: Torch has no such dtype.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    found = np.asarray(array)
+    if found.dtype.name == "bfloat16":
+        return torch.from_numpy(found.view(np.uint16).copy()).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(np.array(found, order="C"))
+    except TypeError as error:
+        raise ArrayTypeError(f"{where}: {error} Convert the array first.", found=found.dtype) from error

@@ -1,0 +1,161 @@
+"""`TorchBackend`: start or adopt a torch.distributed world, build states in it.
+
+Groups are in `groups`, states in `state`, the mirror of the scope in `scope`.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dualmesh import scope
+from dualmesh.backend import Backend, Launch
+from dualmesh.errors import BackendError, SessionError
+from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh_torch import private
+from dualmesh_torch.groups import GroupPool, check_options
+from dualmesh_torch.scope import mirror
+from dualmesh_torch.state import TorchState
+
+
+class TorchBackend(Backend):
+    """One process per rank: gloo on CPU, nccl (or what torch has for the accelerator) on devices."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._pool: GroupPool | None = None
+        scope.add_mirror(mirror)
+
+    def world(self) -> World | None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None:
+            return None
+        if self._world is None or self._pool is None or self._pool.default is not group:
+            self._adopt(group)
+        return self._world
+
+    def start(self, launch: Launch) -> World:
+        if launch.world_size not in (None, launch.process_count):
+            raise SessionError(
+                f"Backend 'torch': world_size={launch.world_size}, but {launch.process_count} process(es) were "
+                f"launched, and each is one rank. Launch {launch.world_size} (torchrun --nproc-per-node "
+                f"{launch.world_size}), or leave world_size out.",
+                asked=launch.world_size,
+                found=launch.process_count,
+            )
+        if launch.local_devices not in (None, 1):
+            raise SessionError(
+                f"Backend 'torch': local_devices={launch.local_devices}, but a process is one rank. Leave it out.",
+                asked=launch.local_devices,
+            )
+        arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.process_count}
+        if launch.init_method is None:
+            arguments["store"] = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            arguments["init_method"] = launch.init_method
+        if launch.timeout_s is not None:
+            arguments["timeout"] = timedelta(seconds=launch.timeout_s)
+        try:
+            dist.init_process_group(_communication(launch), **arguments)
+        except (RuntimeError, ValueError) as error:
+            raise SessionError(
+                f"Backend 'torch': rank {launch.rank} of {launch.process_count} could not join the world at "
+                f"{launch.init_method}: {error}. Start all processes with the same address and world size.",
+                rank=launch.rank,
+            ) from error
+        world = self.world()
+        if world is None:
+            raise SessionError("Backend 'torch': the world ended while it was started.")
+        return world
+
+    def stop(self, world: World) -> None:
+        if world.is_live():
+            dist.destroy_process_group()
+        if self._world is world:
+            self._world = self._pool = None
+
+    def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
+        pool = self._pool
+        if pool is None or not world.is_live():
+            raise SessionError("Backend 'torch': the world ended. Start it again (dm.init_distributed).")
+        for plan in plans:
+            _check(plan)
+        states = [TorchState(plan, world, pool) for plan in plans]
+        needs = {state: state.planned_keys() for state in states}
+        try:
+            pool.acquire((key for keys in needs.values() for key in keys), self)
+            for state, keys in needs.items():
+                state.take(pool.acquire(keys, state))
+        except BaseException:
+            self.release(states)
+            raise
+        finally:
+            pool.release(self)
+        return list(states)
+
+    def release(self, states: Sequence[ParallelState]) -> None:
+        for state in states:
+            if isinstance(state, TorchState):
+                state.return_groups()
+
+    def _adopt(self, group: dist.ProcessGroup) -> None:
+        if self._world is not None:
+            private.forget_plans()
+        backends = _device_backends()
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        on_device = accelerator is not None and backends.get(accelerator.type, "gloo") not in ("gloo", "fake")
+        self._pool = GroupPool(group, _session_number(group), backends)
+        self._world = World(
+            size=group.size(),
+            local_ranks=(group.rank(),),
+            device_type=accelerator.type if accelerator is not None and on_device else "cpu",
+            process_count=group.size(),
+            is_live=lambda: dist.group.WORLD is group,
+        )
+
+
+def _communication(launch: Launch) -> str:
+    """Return the communication backends of a world: gloo, beside the accelerator's where this process has one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or launch.local_rank >= torch.accelerator.device_count():
+        return "gloo"
+    torch.accelerator.set_device_index(launch.local_rank)
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator.type)}"
+
+
+def _device_backends() -> dict[str, str]:
+    """Return the communication backend of every device type in the default group."""
+    config = dist.get_backend_config()
+    pairs = (part.split(":") for part in config.split(",") if ":" in part)
+    return {device: backend for device, backend in pairs}
+
+
+def _session_number(group: dist.ProcessGroup) -> str:
+    """Return a name for this world that all its ranks agree on and that its store has not seen. *Local.*
+
+    Each rank counts the worlds that it joined through this store; a fresh store starts anew.
+    """
+    store = None if "fake" in _device_backends().values() else private.default_store()
+    return "0" if store is None else str(store.add(f"dualmesh/worlds/{group.rank()}", 1))
+
+
+def _check(plan: StatePlan) -> None:
+    check_options(plan.group_options)
+    try:
+        device = torch.device(plan.device_type)
+    except RuntimeError as error:
+        raise BackendError(
+            f"Backend 'torch': device_type={plan.device_type!r} is unknown to torch: {error}.",
+            device_type=plan.device_type,
+        ) from error
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device.type not in ("cpu", accelerator.type if accelerator is not None else "cpu"):
+        raise BackendError(
+            f"Backend 'torch': device_type={plan.device_type!r}, but this process has no such device. Use 'cpu'"
+            f"{f' or {accelerator.type!r}' if accelerator is not None else ''}.",
+            device_type=plan.device_type,
+        )

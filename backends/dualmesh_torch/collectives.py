@@ -1,0 +1,114 @@
+"""Per-rank collectives with gradients: one autograd function, driven by the core's op table.
+
+What moves is in `eager` and, for compiled code, in `traced`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dualmesh.errors import ArrayTypeError
+from dualmesh.op_table import Call, call, transpose
+from dualmesh.state import AxisTable
+from dualmesh.topology import Axis
+from dualmesh.verbs import Collectives, Kind
+from dualmesh_torch import eager, traced
+from dualmesh_torch.dtypes import KINDS
+from dualmesh_torch.party import Party
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+Tensor = torch.Tensor
+
+
+class TorchCollectives(Collectives):
+    """The verbs on torch tensors. Backward uses the group that forward used, whatever is ambient then."""
+
+    def __init__(self, state: "TorchState") -> None:
+        self._state = state
+        self._parties: AxisTable = AxisTable(state.party)
+
+    def know(self, axis: Axis, party: Party) -> None:
+        """Keep the group of an axis that exists from the start. *Local.*"""
+        self._parties[axis] = party
+
+    def clear(self) -> None:
+        """Forget the groups. *Local.*"""
+        self._parties.clear()
+
+    def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        if isinstance(x, Tensor) and not isinstance(x, DTensor):
+            return KINDS[x.dtype]
+        if isinstance(x, DTensor):
+            raise ArrayTypeError(
+                f"{where}: found a DTensor of shape {tuple(x.shape)}, a global array. Collectives take per-rank "
+                f"blocks: pass it to the function given to dm.shard_map as an argument (a captured one has no block), "
+                f"or call x.to_local().",
+                found=type(x),
+            )
+        raise ArrayTypeError(
+            f"{where}: found a {type(x).__module__}.{type(x).__qualname__}. Blocks of the torch backend are tensors: "
+            f"convert it with torch.as_tensor.",
+            found=type(x),
+        )
+
+    def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
+        return self._applied("all_reduce", x, axis, {"op": op})
+
+    def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        return self._applied("all_gather", x, axis, {"dim": dim})
+
+    def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
+        return self._applied("reduce_scatter", x, axis, {"dim": dim, "op": op})
+
+    def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+        return self._applied("all_to_all", x, axis, {"split_dim": split_dim, "concat_dim": concat_dim})
+
+    def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
+        return self._applied("broadcast", x, axis, {"src": src})
+
+    def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
+        return self._applied("permute", x, axis, {"pairs": pairs})
+
+    def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        width = x.shape[dim] // self._state.size(axis)
+        return x.narrow(dim, self.axis_index(axis) * width, width).clone(memory_format=torch.contiguous_format)
+
+    def axis_index(self, axis: Axis) -> Any:
+        return self._state.index(axis)
+
+    def stop_gradient(self, x: Any) -> Any:
+        return x.detach()
+
+    def _applied(self, verb: str, x: Tensor, axis: Axis, settings: dict[str, Any]) -> Tensor:
+        party: Party = self._parties[axis]
+        if x.requires_grad and torch.is_grad_enabled():
+            found: Tensor = _apply(x, call(verb, axis, party.size, **settings), party)
+            return found
+        return _moved(verb, x, party, settings)
+
+
+def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
+    verbs = traced.VERBS if torch.compiler.is_compiling() else eager.VERBS
+    return verbs[verb](x, party, **settings)
+
+
+class _Linear(torch.autograd.Function):
+    """Any collective and, as its gradient, the transpose that the op table names."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
+        ctx.call, ctx.party = forward, party
+        found = _moved(forward.verb, x, party, dict(forward.settings))
+        return found if forward.scale == 1.0 else found * forward.scale
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        (cotangent,) = cotangents
+        found: Tensor = _apply(cotangent, transpose(ctx.call), ctx.party)
+        return found, None, None
+
+
+_apply: Any = _Linear.apply

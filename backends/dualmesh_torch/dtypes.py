@@ -1,0 +1,62 @@
+"""What a dtype is, how it travels, and in which dtype it is summed.
+
+Communication backends carry few dtypes; the rest travels as bytes.
+"""
+
+import torch
+
+from dualmesh.errors import ArrayTypeError
+from dualmesh.verbs import Kind
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_CARRIED = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
+WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+_PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def _kind(dtype: torch.dtype) -> Kind:
+    if dtype is torch.bool:
+        return "bool"
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "integer"
+
+
+KINDS: dict[torch.dtype, Kind] = {
+    dtype: _kind(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+
+
+def carried(x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous array with at least one dim as something that every communication backend carries."""
+    return x if x.dtype in _CARRIED else x.view(torch.uint8)
+
+
+def uncarried(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Take `carried` back on what arrived."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def summable(where: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous array that communication backends reduce, the array itself where they can.
+
+    Raises:
+        ArrayTypeError: They cannot reduce the dtype.
+    """
+    if x.dtype in _CARRIED:
+        return x.contiguous()
+    if x.dtype in WIDENED:
+        return x.to(WIDENED[x.dtype]).contiguous()
+    if x.dtype in _PARTS:
+        return torch.view_as_real(x.resolve_conj().contiguous())
+    raise ArrayTypeError(
+        f"{where}: communication backends do not reduce {x.dtype}. Convert it first, for example to torch.float32.",
+        dtype=x.dtype,
+    )
+
+
+def unsummable(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Take `summable` back on a result."""
+    if y.dtype == dtype:
+        return y
+    return torch.view_as_complex(y) if dtype in _PARTS else y.to(dtype)

@@ -1,0 +1,131 @@
+"""The collectives of `op_table` in eager code, on `torch.distributed`, without gradients.
+
+In compiled code `traced` takes their place; gradients are in `collectives`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dualmesh_torch.blocks import fronted, gathered_shape, joined
+from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.party import Party
+
+Tensor = torch.Tensor
+Pairs = tuple[tuple[int, int], ...]
+
+_SUM = dist.ReduceOp.SUM
+_OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
+    """Reduce elementwise."""
+    total = summable("ops.all_reduce", x)
+    if total.data_ptr() == x.data_ptr():
+        total = total.clone()
+    if total.numel():
+        dist.all_reduce(total, _OPS[op], group=party.group)
+    if op == "mean":
+        total.div_(party.size)
+    return unsummable(total, x.dtype)
+
+
+def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
+    """Concatenate along a dim."""
+    if not x.numel():
+        return x.new_empty(gathered_shape(x, dim, party.size))
+    sent = carried(x.contiguous())
+    blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
+    dist.all_gather_into_tensor(blocks, sent, group=party.group)
+    found = uncarried(blocks, x.dtype)
+    return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
+
+
+def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
+    """Reduce, keep block `index`."""
+    blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
+    total = blocks.new_empty(blocks.shape[1:])
+    if total.numel():
+        dist.reduce_scatter_tensor(total.view(-1), blocks.view(-1), _SUM, group=party.group)
+    if op == "mean":
+        total.div_(party.size)
+    return unsummable(total, x.dtype)
+
+
+def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Trade blocks of one dim for blocks of another."""
+    sent = fronted(x, split_dim, party.size).contiguous()
+    found = torch.empty_like(sent)
+    if sent.numel():
+        dist.all_to_all_single(_flat(found), _flat(sent), group=party.group)
+    return joined(found, concat_dim)
+
+
+def broadcast(x: Tensor, party: Party, *, src: int) -> Tensor:
+    """Return the bits of index `src`."""
+    is_source = party.index == src
+    found = (torch.clone if is_source else torch.empty_like)(x, memory_format=torch.contiguous_format)
+    if x.numel():
+        dist.broadcast(_flat(found), group=party.group, group_src=src)
+    return found
+
+
+def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
+    """Sum to index `src`, zeros elsewhere: the transpose of `broadcast`."""
+    total = summable("ops.broadcast", x)
+    if total.data_ptr() == x.data_ptr():
+        total = total.clone()
+    if total.numel():
+        dist.reduce(total, op=_SUM, group=party.group, group_dst=src)
+    return unsummable(total if party.index == src else total.zero_(), x.dtype)
+
+
+def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
+    """Send to a pair's dst, receive from a pair's src, zeros where there is none."""
+    target = next((dst for src, dst in pairs if src == party.index), None)
+    source = next((src for src, dst in pairs if dst == party.index), None)
+    if source == party.index:
+        return x.clone(memory_format=torch.contiguous_format)
+    make = torch.zeros_like if source is None else torch.empty_like
+    found = make(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return found
+    sent = x.contiguous()
+    if dist.get_backend(party.group) != "gloo":
+        return _permuted_by_all(sent, found, party, target, source)
+    works: list[Any] = []
+    if target is not None:
+        works.append(dist.isend(_flat(sent), group=party.group, group_dst=target))
+    if source is not None:
+        works.append(dist.irecv(_flat(found), group=party.group, group_src=source))
+    for work in works:
+        work.wait()
+    return found
+
+
+def _permuted_by_all(sent: Tensor, found: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
+    """Permute by an exchange that every index takes part in: NCCL sets up its communicator with all of them."""
+    count = _flat(sent).numel()
+    out = [count if index == source else 0 for index in range(party.size)]
+    into = [count if index == target else 0 for index in range(party.size)]
+    moved = _flat(sent) if target is not None else _flat(sent)[:0]
+    arrived = _flat(found) if source is not None else _flat(found)[:0]
+    dist.all_to_all_single(arrived, moved, out, into, group=party.group)
+    return found
+
+
+def _flat(x: Tensor) -> Tensor:
+    return carried(x.view(-1))
+
+
+VERBS: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "permute": permute,
+}

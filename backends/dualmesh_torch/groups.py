@@ -1,0 +1,152 @@
+"""The pool of process groups: one per list of ranks, backend, device type, options and lane, shared by all states.
+
+Which groups a rank needs is planned in `dualmesh.lanes`; what states do with them is in `state`.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from dualmesh.errors import ArgumentError, GroupTimeoutError, listed
+from dualmesh.lanes import Membership
+from dualmesh_torch import private
+
+Group = dist.ProcessGroup
+Options = tuple[tuple[str, Any], ...]
+
+OPTIONS = ("timeout_s", "is_high_priority")
+
+
+class Key(NamedTuple):
+    """What makes two groups the same group."""
+
+    ranks: tuple[int, ...]
+    lane: str
+    backend: str
+    device_type: str
+    options: Options = ()
+    owner: int = 0
+    """0: shared. Else the number of the state that has groups of its own."""
+
+
+class GroupPool:
+    """The groups of one world. It never destroys the default group."""
+
+    def __init__(self, default: Group, session: str, device_backends: dict[str, str]) -> None:
+        self.default = default
+        self.size = default.size()
+        self.rank = default.rank()
+        self.device_backends = device_backends
+        self._session = session
+        self._groups: dict[Key, Group] = {}
+        self._users: dict[Key, set[int]] = {}
+        self._generations: dict[Key, int] = {}
+        self._owners = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return what is in use. *Local.*"""
+        return tuple(self._groups)
+
+    def new_owner(self) -> int:
+        """Return a number for a state that wants groups of its own; the same on all ranks of the state. *Local.*"""
+        self._owners += 1
+        return self._owners
+
+    def key(self, membership: Membership, device_type: str, options: Options = (), owner: int = 0) -> Key:
+        """Return the key of a group. *Pure.*"""
+        backend = self.device_backends.get(device_type) or dist.get_default_backend_for_device(device_type)
+        return Key(*membership, backend, device_type, options, owner)
+
+    def acquire(self, keys: Iterable[Key], user: object) -> dict[Key, Group]:
+        """Return groups, all or none, making those that do not exist. *Collective over each new group's members.*
+
+        Collective order: every rank makes its new groups in the order of their keys.
+
+        Raises:
+            GroupTimeoutError: Not all members came.
+        """
+        with self._lock:
+            found: dict[Key, Group] = {}
+            try:
+                for key in sorted(set(keys)):
+                    found[key] = self._groups.get(key) or self._made(key)
+                    self._users.setdefault(key, set()).add(id(user))
+            except BaseException:
+                self.release(user, found)
+                raise
+            return found
+
+    def release(self, user: object, keys: Iterable[Key] | None = None) -> None:
+        """Let go of groups (None: of all); those without another user are destroyed. *Local.*"""
+        with self._lock:
+            for key in list(self._groups if keys is None else keys):
+                users = self._users.get(key, set())
+                users.discard(id(user))
+                if not users:
+                    self._users.pop(key, None)
+                    self._end(self._groups.pop(key, None))
+
+    def _end(self, group: Group | None) -> None:
+        if group is not None and group is not self.default and dist.group.WORLD is self.default:
+            dist.destroy_process_group(group)
+
+    def _made(self, key: Key) -> Group:
+        group = self.default if self._is_default(key) else self._created(key)
+        self._groups[key] = group
+        return group
+
+    def _is_default(self, key: Key) -> bool:
+        """The default group stands for the world in one lane: hooks of a plain DDP use it, so lane "param"."""
+        lane = "param" if self.size > 1 else "data"
+        backend = self.device_backends.get(key.device_type)
+        whole = len(key.ranks) == self.size and key.ranks == tuple(range(self.size))
+        return whole and key.lane == lane and not key.options and not key.owner and backend == key.backend
+
+    def _created(self, key: Key) -> Group:
+        generation = self._generations[key] = self._generations.get(key, -1) + 1
+        ranks = hashlib.sha256(",".join(map(str, key.ranks)).encode()).hexdigest()[:16]
+        options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
+        own = f"-own{key.owner}" if key.owner else ""
+        name = f"dualmesh/{self._session}/{ranks}/{key.lane}{own}/{options}/{generation}"
+        settings = dict(key.options)
+        try:
+            return private.member_group(
+                key.ranks, self.rank, name, key.backend, self._timeout(key, settings), _native(key, settings)
+            )
+        except RuntimeError as error:
+            raise GroupTimeoutError(
+                f"init_parallel_state: the group of ranks {listed(key.ranks)} could not be made on rank {self.rank}: "
+                f"{error}. Every one of these ranks must build the same states, in the same order.",
+                ranks=key.ranks,
+            ) from error
+
+    def _timeout(self, key: Key, settings: dict[str, Any]) -> timedelta | None:
+        if "timeout_s" in settings:
+            return timedelta(seconds=settings["timeout_s"])
+        return private.timeout_of(self.default, key.device_type)
+
+
+def check_options(options: Options) -> None:
+    """Refuse options of process groups that are not known. *Pure.*"""
+    for name, value in options:
+        if name not in OPTIONS:
+            raise ArgumentError(f"group_options: {name!r} is unknown. Options: {listed(OPTIONS)}.", option=name)
+        if name == "timeout_s" and not (isinstance(value, int | float) and value > 0):
+            raise ArgumentError(f"group_options: timeout_s={value!r} is no time. Give seconds above 0.", option=name)
+
+
+def _native(key: Key, settings: dict[str, Any]) -> Any:
+    """Return the native options of a group, or None for the defaults."""
+    if key.backend != "nccl" or not settings.get("is_high_priority"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options

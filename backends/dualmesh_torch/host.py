@@ -1,0 +1,35 @@
+"""Plain Python objects between processes, pickled, over the groups of lane "data".
+
+Tensors travel with `collectives`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from dualmesh.topology import Axis
+from dualmesh.verbs import HostObjects
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+
+class TorchHostObjects(HostObjects):
+    """`src` is an index of the axis; objects come in index order."""
+
+    def __init__(self, state: "TorchState") -> None:
+        self._state = state
+
+    def barrier(self) -> None:
+        self.all_gather(None, "world")
+
+    def broadcast(self, value: Any, axis: Axis, *, src: int) -> Any:
+        held = [value]
+        dist.broadcast_object_list(held, group=self._state.party(axis).group, group_src=src)
+        return held[0]
+
+    def all_gather(self, value: Any, axis: Axis) -> list[Any]:
+        party = self._state.party(axis)
+        found: list[Any] = [None] * party.size
+        dist.all_gather_object(found, value, group=party.group)
+        return found

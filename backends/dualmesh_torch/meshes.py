@@ -1,0 +1,217 @@
+"""The device meshes of one state, all on groups of the pool: roots, what is cut from them, and the array mesh.
+
+Which ranks an axis joins is planned in the core; what lies on the meshes is in `arrays`.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from dualmesh import placements
+from dualmesh.errors import ShardingError, StateWarning, listed
+from dualmesh.lanes import expanded
+from dualmesh.layout import Digit, Layout
+from dualmesh.partition_spec import P, check_axes
+from dualmesh.topology import Axis
+from dualmesh_torch import private
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+Sharding = tuple[DeviceMesh, tuple[Placement, ...]]
+WIDE = (
+    "{label}: its array mesh has {count} dims ({names}). The first DTensor operation of each kind takes about 0.1 s on "
+    "3 dims, 1 s on 4, 6 s on 5, a minute on 6. Lay arrays out in a state with fewer axes, or keep them in shard_map."
+)
+
+
+class Meshes:
+    """Meshes made when first asked for and kept; nothing here communicates."""
+
+    def __init__(self, state: "TorchState", suffix: str) -> None:
+        self._state = state
+        self._suffix = suffix
+        self._roots: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._cut: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._arrays: dict[str | None, tuple[DeviceMesh, tuple[Digit, ...]]] = {}
+        self._shardings: dict[P, Sharding] = {}
+
+    def clear(self) -> None:
+        """Forget all meshes. *Local.*"""
+        for kept in (self._roots, self._cut, self._arrays, self._shardings):
+            kept.clear()
+
+    def dim_name(self, axis: Axis) -> str:
+        """Return what an axis is called in a mesh; states with groups of their own mark theirs. *Pure.*
+
+        DTensor takes meshes of equal ranks and names for one, whatever their groups are.
+        """
+        return (axis if isinstance(axis, str) else "_".join(axis)) + self._suffix
+
+    def root(self, axes: Sequence[Axis] | None = None) -> DeviceMesh:
+        """Return a mesh of its own over axes; None: over all base axes. *Local.*"""
+        axes = tuple(self._state.topology.base_axes if axes is None else axes)
+        found = self._roots.get(axes)
+        if found is None:
+            groups = [self._state.group(axis) for axis in axes]
+            names = tuple(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis))
+            found = self._roots[axes] = self._over(groups, self._state.ranks(names), axes)
+        return found
+
+    def cut(self, axes: tuple[Axis, ...]) -> DeviceMesh:
+        """Return the mesh of some axes, cut from the root that has them in this order where one has. *Local.*"""
+        found = self._cut.get(axes)
+        if found is None:
+            found = self._cut[axes] = self._found(axes)
+        return found
+
+    def fsdp(self) -> DeviceMesh:
+        """Return the mesh that shards parameters: (params,), or (replicate, params) where replicas exist. *Local.*"""
+        topology = self._state.topology
+        params = self._named(topology.role("params"))
+        replicate = self._named(topology.spec.roles.get("replicate", ()))
+        has_replicas = replicate != () and self._state.size(replicate) > 1
+        return self.cut((replicate, params) if has_replicas else (params,))
+
+    def sharding(self, spec: P) -> Sharding:
+        """Return (mesh, placements) of a spec. *Local.*
+
+        Raises:
+            ShardingError: It mixes axes of two views, or DTensor cannot express it.
+        """
+        found = self._shardings.get(spec)
+        if found is None:
+            check_axes(self._state.topology, spec)
+            mesh, digits = self._array_mesh(self._view_of(spec))
+            planned = placements.placements_of(self._state.topology, spec, digits)
+            found = self._shardings[spec] = mesh, tuple(_native(one, spec) for one in planned)
+        return found
+
+    def spec_of(self, mesh: DeviceMesh, native: Sequence[Placement]) -> P:
+        """Return the spec that placements on one of the state's array meshes mean: `sharding` backwards. *Local.*
+
+        Raises:
+            ShardingError: The mesh is another, or no spec means the same.
+        """
+        for view in (None, *self._state.topology.spec.views):
+            known, digits = self._array_mesh(view)
+            if known == mesh:
+                return placements.spec_for(self._state.topology, [_planned(one) for one in native], digits)
+        raise ShardingError(
+            f"{self._state.label}: {mesh} is none of its array meshes. Lay the array out with dm.distribute or "
+            f"dm.constrain.",
+            mesh=mesh,
+        )
+
+    def _found(self, axes: tuple[Axis, ...]) -> DeviceMesh:
+        for root in (self._merged_axes(), self._state.topology.base_axes):
+            places = [root.index(axis) for axis in axes if axis in root]
+            if len(places) == len(axes) and places == sorted(set(places)):
+                mesh = self.root(root)
+                return mesh if len(axes) == mesh.ndim else mesh[tuple(self.dim_name(axis) for axis in axes)]
+        return self.root(axes)
+
+    def _merged_axes(self) -> tuple[Axis, ...]:
+        """The base axes with those that shard parameters, and those that replicate them, read as one each."""
+        topology = self._state.topology
+        axes: tuple[Axis, ...] = topology.base_axes
+        for part in ("params", "replicate"):
+            run = expanded(topology, topology.spec.roles.get(part, ()))
+            starts = [i for i in range(len(axes)) if run and axes[i : i + len(run)] == run]
+            if starts:
+                axes = (*axes[: starts[0]], self._named(run), *axes[starts[0] + len(run) :])
+        return axes
+
+    def _named(self, axes: tuple[str, ...]) -> Axis:
+        """Return the name of an axis that reads several as one, or the axes themselves where none is declared."""
+        topology = self._state.topology
+        run = expanded(topology, axes)
+        if len(run) == 1:
+            return run[0]
+        names = [name for name in topology.spec.combined if expanded(topology, (name,)) == run]
+        return names[0] if names else run
+
+    def _view_of(self, spec: P) -> str | None:
+        topology = self._state.topology
+        used = set(expanded(topology, spec.axes)) - set(topology.base_axes)
+        views = [name for name, view in topology.spec.named_views if used & set(view.axes)]
+        if len(views) > 1:
+            raise ShardingError(
+                f"{spec!r} names axes of the views {listed(views)}. Arrays of one view lie on one mesh: use axes "
+                f"of one view, beside base axes.",
+                spec=spec,
+                views=tuple(views),
+            )
+        return views[0] if views else None
+
+    def _array_mesh(self, view: str | None) -> tuple[DeviceMesh, tuple[Digit, ...]]:
+        found = self._arrays.get(view)
+        if found is None:
+            found = self._arrays[view] = self._array_mesh_of(self._array_axes(view))
+        return found
+
+    def _array_axes(self, view: str | None) -> list[str]:
+        """The axes of size > 1 on which arrays are split: base axes, those that a view spans replaced by its own."""
+        topology = self._state.topology
+        axes = list(topology.base_axes)
+        if view is not None:
+            spanned = set(expanded(topology, topology.spec.views[view].over))
+            axes = [name for name in axes if name not in spanned] + list(topology.spec.views[view].axes)
+        large = [name for name in axes if topology.size(name) > 1]
+        return sorted(large, key=lambda name: -topology.layout(name).digits[0].stride)
+
+    def _array_mesh_of(self, axes: list[str]) -> tuple[DeviceMesh, tuple[Digit, ...]]:
+        state, topology = self._state, self._state.topology
+        if not axes:
+            return self.cut((topology.base_axes[0],)), (Digit(1, 1),)
+        if len(axes) > placements.QUIET_DIMS:
+            warnings.warn(
+                WIDE.format(label=state.label, count=len(axes), names=listed(axes)), StateWarning, stacklevel=2
+            )
+        layouts = [topology.layout(name) for name in axes]
+        digits = tuple(digit for layout in layouts for digit in layout.digits)
+        if len(digits) == len(axes):
+            return self.cut(tuple(axes)), digits
+        dims = [f"{name}.{i}" for name, layout in zip(axes, layouts, strict=True) for i in range(len(layout.digits))]
+        groups = [state.group_along(Layout.of([digit])) for digit in digits]
+        return self._over(groups, state.ranks(tuple(axes)), tuple(dims)), digits
+
+    def _over(self, groups: list[Any], ranks: Sequence[int], axes: tuple[Axis, ...]) -> DeviceMesh:
+        shape = [group.size() for group in groups]
+        mesh = torch.tensor(ranks, dtype=torch.int).reshape(shape)
+        names = tuple(self.dim_name(axis) for axis in axes)
+        device_type = self._state.device_type
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], device_type, mesh=mesh, mesh_dim_names=names)
+        return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=names)
+
+
+def _native(planned: placements.Placement, spec: P) -> Placement:
+    if isinstance(planned, placements.Replicate):
+        return Replicate()
+    if isinstance(planned, placements.Shard):
+        return Shard(planned.dim)
+    if isinstance(planned, placements.Partial):
+        return Partial(planned.reduce_op)
+    strided = private.strided_shard(planned.dim, planned.split_factor)
+    if strided is None:
+        raise ShardingError(
+            f"{spec!r} splits a dim against mesh order, which this version of torch cannot express. List the axes in "
+            f"the order of the state's base axes.",
+            spec=spec,
+        )
+    placement: Placement = strided
+    return placement
+
+
+def _planned(native: Placement) -> placements.Placement:
+    factor = private.split_factor_of(native)
+    if factor is not None:
+        return placements.StridedShard(native.dim, factor)  # type: ignore[attr-defined]
+    if isinstance(native, Shard):
+        return placements.Shard(native.dim)
+    return placements.Partial(native.reduce_op) if isinstance(native, Partial) else placements.Replicate()

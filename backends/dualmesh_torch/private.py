@@ -1,0 +1,123 @@
+"""Every private name of torch that this backend uses, each guarded, with its reason and what happens without it.
+
+Nothing else in the backend touches a name that starts with an underscore.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+Group = dist.ProcessGroup
+
+FUNCTIONAL: Any = torch.ops._c10d_functional  # noqa: SLF001
+"""Collectives that torch.compile traces. Their Python face (torch.distributed._functional_collectives) wraps results
+in a tensor subclass in eager code; these are the operators below it. Without them compiled code has no collectives."""
+
+
+def default_store() -> Any | None:
+    """Return the store that the world met in, or None where there is none to be had.
+
+    Reason: agreements need a store all ranks share, and the trainer may have started the world.
+    """
+    find = getattr(c10d, "_get_default_store", None)
+    return find() if find is not None else None
+
+
+def has_member_groups() -> bool:
+    """Tell whether groups can be made by their members alone, under agreed names."""
+    return hasattr(c10d, "_new_process_group_helper") and hasattr(c10d, "_world")
+
+
+def member_group(
+    ranks: Sequence[int], rank: int, name: str, backend: str, timeout: timedelta | None, options: Any
+) -> Group:
+    """Make a group under a name that all members agree on, keeping the order of the list. *Collective over it.*
+
+    Reason: `new_group` sorts, names groups by a count that differs between ranks, and hangs where it differs
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/distributed_c10d.py, `_process_group_name`).
+    Fallback: `world_groups`.
+    """
+    torch_groups: Any = c10d
+    world = torch_groups._world  # noqa: SLF001
+    default = torch_groups._get_default_group()  # noqa: SLF001
+    backend_name = c10d.Backend(backend)
+    wait = timeout if timeout is not None else torch_groups._get_default_timeout(backend_name)  # noqa: SLF001
+    bound = default.bound_device_id
+    # With a bound device the constructor would split the default communicator, which needs every rank of the world.
+    default.bound_device_id = None
+    try:
+        group: Group
+        group, _ = torch_groups._new_process_group_helper(  # noqa: SLF001
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            backend_name,
+            world.pg_map[default][1],
+            torch_groups.GroupName(name) if hasattr(c10d, "GroupName") else name,
+            backend_options=options,
+            timeout=wait,
+            device_id=bound,
+            group_desc=name,
+        )
+    finally:
+        default.bound_device_id = bound
+    world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+    return group
+
+
+def timeout_of(group: Group, device_type: str) -> timedelta | None:
+    """Return the timeout of a group, or None where it does not say. Reason: groups do not inherit it."""
+    try:
+        found = group._get_backend(torch.device(device_type)).options._timeout  # noqa: SLF001
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
+def forget_plans() -> None:
+    """Drop what DTensor remembers of groups that died with their world.
+
+    Reason: after destroy and re-init the first DTensor operation would look for a dead group by name. Without this
+    function that remains so, and torch says it.
+    """
+    debug = getattr(torch.distributed.tensor, "debug", None)
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
+def strided_shard(dim: int, split_factor: int) -> Any | None:
+    """Return the placement of a split against mesh order, or None. Reason: there is no public one."""
+    try:
+        from torch.distributed.tensor.placement_types import _StridedShard as Strided
+    except ImportError:
+        return None
+    return Strided(dim, split_factor=split_factor)
+
+
+def split_factor_of(placement: Any) -> int | None:
+    """Return the split factor of a placement against mesh order, or None for others."""
+    found = getattr(placement, "split_factor", None)
+    return found if type(placement).__name__ == "_StridedShard" else None
+
+
+def stash(key: str, value: Any) -> bool:
+    """Keep a value where autograd's worker threads of this thread's backward() find it; tell whether that works.
+
+    Reason: those threads start with empty contexts. It is what torch itself uses. Without it they see the default.
+    """
+    keep = getattr(torch._C, "_stash_obj_in_tls", None)  # noqa: SLF001
+    if keep is None:
+        return False
+    keep(key, value)
+    return True
+
+
+def stashed(key: str) -> Any:
+    """Return what `stash` kept, in that thread or in an autograd worker thread that it started."""
+    has, get = getattr(torch._C, "_is_key_in_tls", None), getattr(torch._C, "_get_obj_in_tls", None)  # noqa: SLF001
+    return get(key) if has is not None and get is not None and has(key) else None

@@ -1,0 +1,173 @@
+"""Functions of global arrays: DTensors cut into blocks, the per-rank function, DTensors again.
+
+The boundary carries the gradient contract: an input that several ranks hold gets the sum of their gradients, a result
+that several ranks hold passes each of them its part. No autograd code of our own is needed for it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
+from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
+from dualmesh.topology import Axis
+from dualmesh.tree import leaves, mapped, spec_tree
+from dualmesh.verbs import Programs
+from dualmesh_torch import gradients, scope
+from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
+from dualmesh_torch.captures import refuse_captured
+from dualmesh_torch.replication import check_replicated as check_equal
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+NESTED = (
+    "shard_map: called inside a shard_map, where arrays are already this rank's blocks. Call the function itself, or "
+    "lift the outer function only."
+)
+MIXED = (
+    "shard_map: the function mixes per-rank blocks with a DTensor that it captured. Everything that is laid out over "
+    "ranks must be an argument, so that it arrives as this rank's block and gets its gradient."
+)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.is_inside = False
+
+
+_thread = _Thread()
+
+
+class TorchPrograms(Programs):
+    """Per-rank functions over the members of one state."""
+
+    def __init__(self, state: "TorchState", arrays: TorchArrays) -> None:
+        self._state = state
+        self._arrays = arrays
+
+    def shard_map(
+        self,
+        fn: Callable[..., Any],
+        in_specs: Any,
+        out_specs: Any,
+        axes: tuple[str, ...] | None,
+        check_replicated: bool,
+    ) -> Callable[..., Any]:
+        for what, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
+            self._check_specs(f"shard_map {what}", specs, axes)
+
+        def program(*args: Any) -> Any:
+            if _thread.is_inside:
+                raise ArgumentError(NESTED)
+            refuse_captured(fn)
+            blocks = mapped(self._block, args, spec_tree(in_specs, args, what="shard_map in_specs"))
+            results = _called(fn, blocks)
+            specs = spec_tree(out_specs, results, what="shard_map out_specs")
+            found = mapped(self._whole, results, specs)
+            if check_replicated:
+                check_equal(self._state, list(leaves(found)), list(leaves(specs)))
+            return mapped(_summed, found)
+
+        return program
+
+    def value_and_grad(self, fn: Callable[..., Any], argnums: tuple[int, ...]) -> Callable[..., tuple[Any, Any]]:
+        def differentiated(*args: Any) -> tuple[Any, Any]:
+            if max(argnums) >= len(args):
+                raise ArgumentError(f"value_and_grad: argnums={argnums}, but {len(args)} argument(s) were given.")
+            fresh = [mapped(_leaf, arg) if n in argnums else arg for n, arg in enumerate(args)]
+            with torch.enable_grad():
+                value = fn(*fresh)
+            if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dim():
+                raise NotDifferentiableError(
+                    f"value_and_grad: the function returned {_described(value)}. It must return one global scalar, "
+                    f"shape ().",
+                    found=type(value),
+                )
+            wanted = [leaf for n in argnums for leaf in leaves(fresh[n])]
+            found = iter(gradients.of(value, wanted))
+            return value.detach(), tuple(mapped(lambda _leaf: next(found), fresh[n]) for n in argnums)
+
+        return differentiated
+
+    def remat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return scope.remat(fn)
+
+    def sum_gradients(self, model: Any) -> None:
+        gradients.make_sums(model)
+
+    def sync_gradients(self, params: Any, axis: Axis) -> Any:
+        return gradients.synced(params, self._state.party(axis))
+
+    def _block(self, x: Any, spec: P) -> torch.Tensor:
+        """Return this rank's block; its gradient is this rank's part, to be summed where ranks hold the same."""
+        laid_out = self._arrays.placed("shard_map", x, spec)
+        block: torch.Tensor = laid_out.to_local(grad_placements=_parts(laid_out.placements))
+        return block
+
+    def _whole(self, result: Any, spec: P) -> DTensor:
+        """Return the global array of what the ranks returned; each gets its part of the gradient."""
+        block = tensor_of("shard_map", result)
+        state = self._state
+        if isinstance(block, DTensor):
+            raise ArrayTypeError("shard_map: the function returned a DTensor. It must return per-rank blocks.")
+        if spec.partial and block.dtype is torch.bool and state.size(spec.partial) > 1:
+            raise ArrayTypeError(f"shard_map: {spec!r} sums a bool result, which is not defined. Convert it first.")
+        shape = global_shape(state.topology, spec, block.shape, what="shard_map result")
+        dim_layouts(state.topology, spec, shape, what="shard_map result")
+        mesh, placements = state.sharding(spec)
+        return assembled(block.contiguous(), mesh, placements, shape, _cotangents(placements))
+
+    def _check_specs(self, what: str, specs: Any, axes: tuple[str, ...] | None) -> None:
+        if axes is not None:
+            self._state.size(axes)
+        for leaf in leaves(specs):
+            spec = P.of(leaf)
+            check_axes(self._state.topology, spec, what=what)
+            outside = [name for name in spec.axes if axes is not None and name not in axes]
+            if outside:
+                raise ShardingError(
+                    f"{what}: {spec!r} splits over {listed(outside)}, but axes={axes!r} leaves that to the framework. "
+                    f"Name only these axes, or add it.",
+                    spec=spec,
+                    axes=axes,
+                )
+
+
+def _called(fn: Callable[..., Any], blocks: Sequence[Any]) -> Any:
+    _thread.is_inside = True
+    try:
+        return fn(*blocks)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise ArrayTypeError(MIXED) from error
+        raise
+    finally:
+        _thread.is_inside = False
+
+
+def _parts(placements: Sequence[Placement]) -> list[Placement]:
+    return [Partial() if isinstance(one, Replicate) else one for one in placements]
+
+
+def _cotangents(placements: Sequence[Placement]) -> list[Placement]:
+    """A replicated result passes each rank a part of its gradient; a summed one passes all of it to each."""
+    swapped = {Replicate: Partial(), Partial: Replicate()}
+    return [swapped.get(type(one), one) for one in placements]
+
+
+def _summed(x: DTensor) -> DTensor:
+    if not any(isinstance(one, Partial) for one in x.placements):
+        return x
+    return x.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in x.placements])
+
+
+def _leaf(x: Any) -> torch.Tensor:
+    return tensor_of("value_and_grad", x).detach().requires_grad_()
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,170 @@
+"""`TorchState`: a topology over torch processes, its groups taken from the pool.
+
+Device meshes are in `meshes`, the pool in `groups`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from dualmesh import lanes
+from dualmesh.errors import OutsideCompileError, ShardingError
+from dualmesh.layout import Layout
+from dualmesh.partition_spec import P
+from dualmesh.state import AxisTable, ParallelState, StatePlan, World
+from dualmesh.topology import Axis
+from dualmesh_torch.arrays import TorchArrays
+from dualmesh_torch.collectives import TorchCollectives
+from dualmesh_torch.groups import Group, GroupPool, Key
+from dualmesh_torch.host import TorchHostObjects
+from dualmesh_torch.meshes import Meshes, Sharding
+from dualmesh_torch.party import Party
+from dualmesh_torch.programs import TorchPrograms
+
+
+class TorchState(ParallelState):
+    """A topology over torch processes. Native groups are `ProcessGroup`s whose group rank is the axis index."""
+
+    backend = "torch"
+    collectives: TorchCollectives
+
+    def __init__(self, plan: StatePlan, world: World, pool: GroupPool) -> None:
+        super().__init__(plan, world)
+        self._pool = pool
+        self._default = pool.default
+        self._owner = pool.new_owner() if plan.own_groups else 0
+        self._held: dict[Key, Group] = {}
+        self._member = self.has_rank(pool.rank)
+        self._place = self.grid_rank(pool.rank) if self._member else -1
+        self._indices = AxisTable(super()._own_index)
+        self.meshes = Meshes(self, _suffix(plan, self._owner))
+        self.collectives = TorchCollectives(self)
+        self.arrays = arrays = TorchArrays(self)
+        self.programs = TorchPrograms(self, arrays)
+        self.host = TorchHostObjects(self)
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def planned_keys(self) -> list[Key]:
+        """Return the groups that this rank needs from the start. *Pure.*"""
+        if not self._member:
+            return []
+        return [self._key(need) for need in lanes.distinct(self.topology, self._place, self.plan.ranks)]
+
+    def take(self, groups: dict[Key, Group]) -> None:
+        """Keep groups that the pool gave, by axis. *Local.*"""
+        self._held.update(groups)
+        if not self._member:
+            return
+        for axis, need in lanes.memberships(self.topology, self._place, self.plan.ranks).items():
+            self._groups[axis] = self._held[self._key(need)]
+            if need.lane == "data":
+                self.collectives.know(axis, self.party(axis))
+        if "loss" in self.topology.spec.roles:
+            loss = self.topology.role("loss")
+            self.collectives.know(loss, self.party(loss))
+
+    def party(self, axis: Axis) -> Party:
+        """Return this rank's place in the group that collectives over an axis use; made at first use. *Collective.*"""
+        self.require_ready("ops")
+        need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
+        return Party(self._group_of(need, axis), len(need.ranks), self._indices[axis])
+
+    def group_along(self, layout: Layout) -> Group:
+        """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
+        grid = (rank + self.topology.rank_offset for rank in layout.ranks(self.topology.position(self._place)))
+        ranks = tuple(self.session_rank(rank) for rank in grid)
+        return self._group_of(lanes.Membership(ranks, "data"), "mesh")
+
+    def _group_for(self, axis: Axis) -> Group:
+        self.require_ready("group")
+        self.size(axis)
+        lane = lanes.lane_of(self.topology, axis)
+        need = lanes.membership(self.topology, axis, lane, self._place, self.plan.ranks)
+        return self._group_of(need, axis)
+
+    def _group_of(self, need: lanes.Membership, axis: Axis) -> Group:
+        key = self._key(need)
+        found = self._held.get(key)
+        if found is not None:
+            return found
+        if torch.compiler.is_compiling():
+            raise OutsideCompileError(
+                f"{self.label}: the first collective over {axis!r} makes its group, which compiled code cannot. "
+                f"Declare the combination as a combined axis, or run one collective over it before "
+                f"compiling.",
+                axis=axis,
+            )
+        self._held.update(self._pool.acquire([key], self))
+        return self._held[key]
+
+    def _key(self, need: lanes.Membership) -> Key:
+        return self._pool.key(need, self.device_type, self.plan.group_options, self._owner)
+
+    # -- meshes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks of the state over its base axes, sizes of 1 included."""
+        self.require_ready("mesh")
+        return self.meshes.root()
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """What `fully_shard(mesh=...)` takes: 1-D, or 2-D (replicate, shard) where replicas exist."""
+        self.require_ready("fsdp_mesh")
+        return self.meshes.fsdp()
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        self.require_ready("submesh")
+        for axis in axes:
+            self.size(axis)
+        return self.meshes.cut(axes)
+
+    def axes(self, axis: Axis) -> tuple[str, ...]:
+        self.size(axis)
+        names = lanes.expanded(self.topology, (axis,) if isinstance(axis, str) else axis)
+        return tuple(self.meshes.dim_name(name) for name in names if self.size(name) > 1)
+
+    def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> tuple[Placement, ...]:
+        return self.sharding(P(*entries, partial=partial))[1]
+
+    def sharding(self, spec: P) -> Sharding:
+        self.require_ready("sharding")
+        return self.meshes.sharding(P.of(spec))
+
+    def spec_of(self, x: DTensor) -> P:
+        """Return how a DTensor on one of the state's array meshes is split: `sharding` backwards. *Local.*"""
+        self.require_ready("spec_of")
+        if not isinstance(x, DTensor):
+            raise ShardingError(f"spec_of: found a {type(x).__qualname__}. Give a DTensor.", found=type(x))
+        return self.meshes.spec_of(x.device_mesh, x.placements)
+
+    # -- this rank -------------------------------------------------------------------------------------------------
+
+    def index(self, axis: Axis, rank: int | None = None) -> Any:
+        return super().index(axis, rank) if rank is not None else self._indices[axis]
+
+    def require_ready(self, where: str) -> None:
+        if self._released or not self._member or dist.group.WORLD is not self._default:
+            super().require_ready(where)
+
+    def return_groups(self) -> None:
+        """Give the groups back to the pool. *Local.*"""
+        self._pool.release(self)
+
+    def release(self) -> None:
+        super().release()
+        self._held.clear()
+        self.meshes.clear()
+        self.collectives.clear()
+
+
+def _suffix(plan: StatePlan, owner: int) -> str:
+    """Return what tells the meshes of a state apart from equal ones on other groups."""
+    options = "".join(f"{name}={value}" for name, value in plan.group_options)
+    return f"@{owner}{options}" if owner or options else ""

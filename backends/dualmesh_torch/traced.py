@@ -1,0 +1,106 @@
+"""The collectives of `op_table` in compiled code: functional operators, which torch.compile takes into its graph.
+
+Outside compiled code `eager` takes their place; gradients are in `collectives`.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from dualmesh_torch.blocks import fronted, gathered_shape, joined
+from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.eager import Pairs
+from dualmesh_torch.party import Party
+from dualmesh_torch.private import FUNCTIONAL
+
+Tensor = torch.Tensor
+
+
+def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
+    """Reduce elementwise."""
+    if not x.numel():
+        return x.clone()
+    total = FUNCTIONAL.all_reduce(summable("ops.all_reduce", x), "sum" if op == "mean" else op, party.name)
+    total = FUNCTIONAL.wait_tensor(total)
+    return unsummable(total / party.size if op == "mean" else total, x.dtype)
+
+
+def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
+    """Concatenate along a dim."""
+    if not x.numel():
+        return x.new_empty(gathered_shape(x, dim, party.size))
+    sent = carried(x.contiguous())
+    blocks = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_gather_into_tensor(sent, party.size, party.name))
+    found = uncarried(blocks, x.dtype)
+    return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
+
+
+def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
+    """Reduce, keep block `index`."""
+    blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
+    if not blocks.numel():
+        return unsummable(blocks.new_empty(blocks.shape[1:]), x.dtype)
+    # The operator scatters dim 0, which must hold the blocks one after another.
+    whole = blocks.flatten(0, 1) if blocks.dim() > 1 else blocks
+    total = FUNCTIONAL.wait_tensor(FUNCTIONAL.reduce_scatter_tensor(whole, "sum", party.size, party.name))
+    total = total.view(blocks.shape[1:])
+    return unsummable(total / party.size if op == "mean" else total, x.dtype)
+
+
+def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> Tensor:
+    """Trade blocks of one dim for blocks of another."""
+    sent = fronted(x, split_dim, party.size).contiguous()
+    if not sent.numel():
+        return joined(sent, concat_dim)
+    each = [1] * party.size
+    found = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_to_all_single(_rows(sent), each, each, party.name))
+    return joined(uncarried(found.view(-1), x.dtype).view(sent.shape), concat_dim)
+
+
+def broadcast(x: Tensor, party: Party, *, src: int) -> Tensor:
+    """Return the bits of index `src`."""
+    if not x.numel():
+        return x.clone()
+    found = FUNCTIONAL.wait_tensor(FUNCTIONAL.broadcast(carried(x.contiguous().view(-1)), src, party.name))
+    return uncarried(found, x.dtype).view(x.shape)
+
+
+def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
+    """Sum to index `src`, zeros elsewhere: the transpose of `broadcast`."""
+    total = all_reduce(x, party, op="sum")
+    return total if party.index == src else torch.zeros_like(total)
+
+
+def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
+    """Send to a pair's dst, receive from a pair's src, zeros where there is none."""
+    target = next((dst for src, dst in pairs if src == party.index), None)
+    source = next((src for src, dst in pairs if dst == party.index), None)
+    if not x.numel():
+        return x.clone()
+    if party.size == 1:
+        return torch.zeros_like(x)
+    flat = carried(x.contiguous().view(-1))
+    count = flat.shape[0]
+    out = [count if index == source else 0 for index in range(party.size)]
+    into = [count if index == target else 0 for index in range(party.size)]
+    sent = flat if target is not None else flat[:0]
+    found = FUNCTIONAL.wait_tensor(FUNCTIONAL.all_to_all_single(sent, out, into, party.name))
+    if source is None:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    return uncarried(found, x.dtype).view(x.shape)
+
+
+def _rows(blocks: Tensor) -> Tensor:
+    """Return blocks (count, ...) as carried rows (count, bytes or elements)."""
+    return carried(blocks.flatten(1) if blocks.dim() > 1 else blocks.unsqueeze(1))
+
+
+VERBS: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "permute": permute,
+}

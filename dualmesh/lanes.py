@@ -1,0 +1,124 @@
+"""Which communicators a rank needs: lists of ranks, each in the lane of the work that uses it.
+
+Making them is in the backends; which ranks an axis joins is in `topology`. Collectives that wrappers issue from hooks
+(lane "param") and those that code issues in program order (lane "data") never share a communicator: on one, hooks
+that fire at other places on other ranks would meet the wrong partner and hang.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from dualmesh.topology import Axis, Topology
+
+Lane = Literal["data", "param"]
+
+_WHOLE_ROLES = ("data", "params", "replicate", "loss")
+_MEMBER_ROLES = ("data", "replicate")
+_REST_ENDINGS = ("_fsdp", "_replicate", "_dp")
+_REST_NAMES = ("efsdp", "edp")
+
+
+class Membership(NamedTuple):
+    """A list of session ranks in index order, and the lane that it works in."""
+
+    ranks: tuple[int, ...]
+    lane: Lane
+
+
+def lane_of(topology: Topology, axis: Axis) -> Lane:
+    """Return the lane of the group that stands for an axis (`state.group`). *Pure.*
+
+    >>> import dualmesh as dm
+    >>> topology = dm.parallel_spec(dp_shard_size=2, ulysses_size=2, ep_size=2).resolve(4)
+    >>> [lane_of(topology, axis) for axis in ("dp_shard_sp", "ep_fsdp", "sp", "ep")]
+    ['param', 'param', 'data', 'data']
+    """
+    names = (axis,) if isinstance(axis, str) else axis
+    if len(names) == 1 and names[0] in _rest_axes(topology):
+        return "param"
+    return "param" if expanded(topology, names) in _reduced(topology) else "data"
+
+
+def expanded(topology: Topology, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the axes with combined ones replaced by what they are made of, down to base and view axes. *Pure.*"""
+    combined = topology.spec.combined
+    found: list[str] = []
+    for name in names:
+        if name in combined:
+            found += expanded(topology, combined[name])
+        elif name == "world":
+            found += topology.base_axes
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def membership(
+    topology: Topology, axis: Axis, lane: Lane, grid_rank: int, places: Sequence[int] | None = None
+) -> Membership:
+    """Return the ranks of a rank's group along an axis, with its lane; a group of one has lane "data". *Pure.*
+
+    Args:
+        axis: A name or a tuple of names.
+        lane: The lane asked for.
+        grid_rank: A rank of the topology.
+        places: Session ranks in grid order; None: the topology's own ranks.
+    """
+    ranks = topology.ranks(axis, grid_rank)
+    if places is not None:
+        ranks = tuple(places[rank - topology.rank_offset] for rank in ranks)
+    return Membership(ranks, lane if len(ranks) > 1 else "data")
+
+
+def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> dict[Axis, Membership]:
+    """Return what a rank needs from the start: each axis in its lane. *Pure*, O(answer).
+
+    >>> import dualmesh as dm
+    >>> topology = dm.parallel_spec(dp_shard_size=2, ulysses_size=2).resolve(4)
+    >>> memberships(topology, 0)["dp_shard_sp"]
+    Membership(ranks=(0, 1, 2, 3), lane='param')
+    """
+    return {
+        axis: membership(topology, axis, lane_of(topology, axis), grid_rank, places) for axis in topology.axis_names
+    }
+
+
+def loss_membership(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> Membership | None:
+    """Return the group over which `token_mean` reduces, in lane "data", or None without the role "loss". *Pure.*"""
+    if "loss" not in topology.spec.roles:
+        return None
+    return membership(topology, topology.role("loss"), "data", grid_rank, places)
+
+
+def distinct(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> tuple[Membership, ...]:
+    """Return the distinct groups that a rank needs from the start, in the order in which all ranks make them. *Pure.*
+
+    Every rank makes its groups in one common order, so no two wait for each other.
+
+    >>> import dualmesh as dm
+    >>> topology = dm.TopologySpec({"dp": 2, "tp": 2}, roles={"data": "dp", "loss": "dp"}).resolve(4)
+    >>> [tuple(group) for group in distinct(topology, 1)]
+    [((0, 1), 'data'), ((0, 1, 2, 3), 'data'), ((1, 3), 'data'), ((1, 3), 'param')]
+    """
+    found = set(memberships(topology, grid_rank, places).values())
+    loss = loss_membership(topology, grid_rank, places)
+    return tuple(sorted(found | ({loss} if loss else set())))
+
+
+@lru_cache(maxsize=128)
+def _rest_axes(topology: Topology) -> frozenset[str]:
+    """The axes of views that hold what is left beside the experts: their parameters are sharded over them."""
+    names = [name for _, view in topology.spec.named_views for name, _ in view.sizes]
+    return frozenset(name for name in names if name.endswith(_REST_ENDINGS) or name in _REST_NAMES)
+
+
+@lru_cache(maxsize=128)
+def _reduced(topology: Topology) -> frozenset[tuple[str, ...]]:
+    """The expanded axes over which wrappers reduce gradients or gather parameters."""
+    roles = topology.spec.roles
+    found = {expanded(topology, roles[part]) for part in _WHOLE_ROLES if part in roles}
+    for part in _MEMBER_ROLES:
+        found |= {(name,) for name in expanded(topology, roles.get(part, ()))}
+    ordered = expanded(topology, roles.get("sequence", ()))
+    return frozenset(found - {(), ordered, *((name,) for name in ordered)})
