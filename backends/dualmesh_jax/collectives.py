@@ -6,7 +6,9 @@ What `shard_map` is, is in `programs`; which mesh axes an axis is made of, in `m
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
+from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,13 +62,20 @@ class JaxCollectives(Collectives):
         return lax.psum(x, names) if op == "sum" else lax.pmean(x, names)
 
     def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
+        if x.size == 0:
+            return _empty(x, {dim: self._state.size(axis)}, {})
         return lax.all_gather(x, self._axes(axis), axis=dim, tiled=True)
 
     def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
+        if x.size == 0:
+            return _empty(x, {}, {dim: self._state.size(axis)})
         block = lax.psum_scatter(x, self._axes(axis), scatter_dimension=dim, tiled=True)
         return block / self._state.size(axis) if op == "mean" else block
 
     def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
+        if x.size == 0:
+            size = self._state.size(axis)
+            return _empty(x, {concat_dim: size}, {split_dim: size})
         return lax.all_to_all(x, self._axes(axis), split_dim, concat_dim, tiled=True)
 
     def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
@@ -74,7 +83,15 @@ class JaxCollectives(Collectives):
 
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         names = self._axes(axis)
-        return lax.ppermute(x, names, pairs) if names else jnp.zeros_like(x)
+        if not names:
+            return jnp.zeros_like(x)
+        # lax.ppermute counts a tuple of axes in the order of the mesh, whatever the order of the tuple.
+        sizes = dict(self._state.shared.mesh.shape)
+        ordered = tuple(name for name in sizes if name in names)
+        if ordered != names:
+            places = _places([sizes[name] for name in names], [names.index(name) for name in ordered])
+            pairs = tuple((places[src], places[dst]) for src, dst in pairs)
+        return lax.ppermute(x, ordered, pairs)
 
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
         size = self._state.size(axis)
@@ -109,6 +126,17 @@ class JaxCollectives(Collectives):
                 OUTSIDE.format(where=where, axis=axis, label=self._state.label), where=where, axis=axis
             )
         check_agreement(where)
+
+
+def _places(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return, for each index of axes of these sizes, first = slowest, the index with the axes in another order."""
+    indices = np.arange(prod(sizes)).reshape(sizes).transpose(order)
+    return [int(place) for place in np.argsort(indices.reshape(-1))]
+
+
+def _empty(x: Any, grown: Mapping[int, int], cut: Mapping[int, int]) -> Any:
+    """Return an array without elements, some dims of `x` grown or cut by a factor; XLA refuses to gather nothing."""
+    return jnp.zeros([size * grown.get(dim, 1) // cut.get(dim, 1) for dim, size in enumerate(x.shape)], x.dtype)
 
 
 def kind_of(where: str, dtype: Any) -> Kind:

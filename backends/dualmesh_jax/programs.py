@@ -16,12 +16,12 @@ from jax import lax
 from jax.sharding import get_abstract_mesh
 
 from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
-from dualmesh.partition_spec import P
+from dualmesh.partition_spec import P, is_spec
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
 from dualmesh_jax.keys import check_agreement
 from dualmesh_jax.meshes import ambient_mesh
-from dualmesh_jax.specs import checked_specs, is_spec, mapped_by_spec
+from dualmesh_jax.specs import checked_specs, mapped_by_spec
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 NESTED = (
     "shard_map: called inside a shard_map over the same axes ({axes}), where arrays are already this rank's blocks. "
     "Call the function itself, or lift the outer function only."
+)
+OTHER_SIZE = (
+    "shard_map: traced under {around}, but {label} is on {mesh}. One jit runs over one set of devices: call it under a "
+    "state or a mesh over the same devices."
 )
 TRACED_CHECK = (
     "shard_map: check_replicated=True compares the shards of a finished result, so it works only in a call outside "
@@ -141,16 +145,18 @@ class Lifted:
         return results
 
     def _traced(self, *args: Any) -> Any:
-        mapped_by_spec("shard_map in_specs", self._check_fits, self._in_specs, args)
         native = functools.partial(self._state.native_spec, "shard_map")
-        around = get_abstract_mesh().manual_axes
+        around = get_abstract_mesh()
         mesh = self._state.shared.mesh
         names = mesh.axis_names if self._axes is None else self._state.axes(self._axes)
-        if set(around) & set(names):
-            raise ArgumentError(NESTED.format(axes=listed(around)), axes=around)
+        if set(around.manual_axes) & set(names):
+            raise ArgumentError(NESTED.format(axes=listed(around.manual_axes)), axes=around.manual_axes)
+        if not around.empty and around.size != mesh.size:
+            raise ShardingError(OTHER_SIZE.format(around=around, label=self._state.label, mesh=mesh), mesh=mesh)
+        mapped_by_spec("shard_map in_specs", self._check_fits, self._in_specs, args)
         lifted = jax.shard_map(
             self._body,
-            mesh=None if around else mesh,  # the mesh around knows which of its axes are manual already
+            mesh=None if around.manual_axes else mesh,  # the mesh around knows which of its axes are manual already
             in_specs=jax.tree.map(native, self._in_specs, is_leaf=is_spec),
             out_specs=jax.tree.map(lambda spec: native(P(*spec.entries)), self._out_specs, is_leaf=is_spec),
             axis_names=set(names),

@@ -7,16 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from dualmesh.errors import ShardingError, listed
-from dualmesh.partition_spec import P, check_axes
+from dualmesh.partition_spec import P, check_axes, is_spec
 from dualmesh.topology import Topology
-
-
-def is_spec(value: Any) -> bool:
-    """Tell whether a value is one spec, and no container of specs. *Pure.*"""
-    return isinstance(value, P | PartitionSpec)
 
 
 def checked_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ...] | None) -> Any:

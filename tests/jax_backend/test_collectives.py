@@ -1,0 +1,189 @@
+"""The collectives as JAX sees them: where they are refused, what they add to a program, which bits they keep."""
+
+import numpy as np
+import pytest
+
+import dualmesh as dm
+from dualmesh.errors import ArrayTypeError, NotDifferentiableError, OutsideShardMapError
+from tests.jax_backend.worker import in_jax, two_grids
+
+GRID = {"a": 2, "b": 2, "c": 2}
+EVERYWHERE = dm.P(("a", "b", "c"))
+
+
+def grid():
+    """Register a 2 x 2 x 2 grid."""
+    return dm.init_parallel_state(spec=dm.TopologySpec(GRID))
+
+
+@in_jax()
+@pytest.mark.parametrize("place", ["eager", "jit", "grad", "vmap", "scan", "index", "partial"])
+def test_outside_shard_map_is_refused_by_name(place):
+    import jax
+    import jax.numpy as jnp
+
+    grid()
+    x = jnp.arange(8.0)
+
+    def total(x):
+        return dm.ops.all_reduce(x, "b")
+
+    runs = {
+        "eager": lambda: total(x),
+        "jit": lambda: jax.jit(total)(x),
+        "grad": lambda: jax.grad(lambda x: total(x).sum())(x),
+        "vmap": lambda: jax.vmap(total)(x[None]),
+        "scan": lambda: jax.lax.scan(lambda c, y: (c + total(y), None), 0.0, x),
+        "index": lambda: dm.ops.axis_index("b"),
+        "partial": lambda: dm.shard_map(total, dm.P("a"), dm.P("a"), axes=("a",))(x),
+    }
+    with pytest.raises(OutsideShardMapError, match=r"axis 'b' of State 'base' is not split here.*dm\.shard_map"):
+        runs[place]()
+
+
+@in_jax()
+def test_a_shard_map_over_another_mesh_is_outside():
+    two_grids()
+    lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P())
+    small = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 4}), ranks=(0, 1, 2, 3), name="small")
+
+    def inside(x):
+        return dm.ops.all_reduce(x, "dp", state=small)
+
+    np.testing.assert_array_equal(np.asarray(lifted(np.arange(8.0))), [12.0, 16.0])
+    with pytest.raises(OutsideShardMapError, match="'small'"):
+        dm.shard_map(inside, dm.P("dp"), dm.P())(np.arange(8.0))
+
+
+@in_jax()
+def test_arrays_of_others_are_refused_by_name():
+    grid()
+    run = dm.shard_map(lambda x: dm.ops.all_reduce(memoryview(b"ab").cast("B", (2,)), "a"), EVERYWHERE, dm.P())
+    with pytest.raises(ArrayTypeError, match="memoryview"):
+        run(np.arange(8.0))
+
+
+@in_jax()
+def test_indices_are_traced_inside_and_refused_outside():
+    from dualmesh.errors import RankError
+
+    state = dm.init_parallel_state(dp_size=4, ulysses_size=2)
+
+    def indices(x):
+        found = [state.index("sp"), state.data_index, dm.ops.axis_index(("sp", "dp")), state.is_writer() * 1]
+        return tuple(x * 0 + index for index in found)
+
+    spec = dm.P(("dp", "sp"))
+    found = dm.shard_map(indices, spec, (spec,) * 4)(np.zeros(8, np.int32))
+    expected = [[state.index(axis, rank) for rank in range(8)] for axis in ("sp", "dp", ("sp", "dp"))]
+    assert [np.asarray(part).tolist() for part in found] == [*expected, [1, 0, 0, 0, 0, 0, 0, 0]]
+    with pytest.raises(RankError, match=r"inside dm\.shard_map"):
+        state.index("sp")
+    assert state.index("tp") == 0
+
+
+@in_jax()
+def test_a_permutation_along_axes_against_mesh_order_counts_in_listed_order():
+    state = grid()
+    for axis in (("c", "a"), ("b", "a"), ("c", "b", "a"), ("a", "c")):
+        moved = dm.shard_map(lambda x, axis=axis: dm.ops.shift(x, axis, 1), EVERYWHERE, EVERYWHERE)(np.arange(8.0))
+        expected = np.zeros(8)
+        for group in state.topology.partition(axis):
+            expected[group] = np.roll(group, 1)
+        np.testing.assert_array_equal(np.asarray(moved), expected)
+
+
+@in_jax()
+def test_broadcast_moves_every_bit_and_its_gradient_sums_to_src():
+    import jax
+    import jax.numpy as jnp
+
+    grid()
+    nan = np.array([0x7FC12345], np.uint32).view(np.float32)[0]
+    special = np.array([-0.0, nan, np.inf, 1e-45], np.float32)
+    blocks = np.concatenate([np.full(4, np.nan, np.float32)] * 5 + [special] + [np.ones(4, np.float32)] * 2)
+    axis = ("a", "b", "c")
+    sent = dm.shard_map(lambda x: dm.ops.broadcast(x, axis, src=5), EVERYWHERE, EVERYWHERE)
+    for dtype in (np.float32, jnp.bfloat16, np.float16, np.int8, np.complex64, np.bool_):
+        given = blocks.astype(dtype) if dtype != np.int8 else np.arange(32, dtype=np.int8)
+        got = np.asarray(sent(given))
+        assert got.dtype == given.dtype
+        assert got.tobytes() == np.tile(given[20:24], 8).tobytes()
+    weights = np.arange(32.0, dtype=np.float32)
+    gradient = jax.grad(lambda x: (sent(x) * weights).sum())(np.ones(32, np.float32))
+    expected = np.zeros(32)
+    expected[20:24] = weights.reshape(8, 4).sum(0)
+    np.testing.assert_array_equal(np.asarray(gradient), expected)
+
+
+@in_jax()
+def test_max_is_refused_where_it_is_differentiated_and_only_there():
+    import jax
+
+    grid()
+
+    def above(x):
+        return dm.shard_map(lambda x: x - dm.ops.all_reduce(x, "a", "max"), EVERYWHERE, EVERYWHERE)(x).sum()
+
+    def cut(x):
+        stop = jax.lax.stop_gradient
+        return dm.shard_map(lambda x: x - dm.ops.all_reduce(stop(x), "a", "max"), EVERYWHERE, EVERYWHERE)(x).sum()
+
+    x = np.arange(8.0)
+    assert float(above(x)) == float(jax.jit(above)(x)) == -16.0
+    np.testing.assert_array_equal(np.asarray(jax.grad(cut)(x)), np.ones(8))
+    for wrong in (above, jax.jit(above)):
+        with pytest.raises(NotDifferentiableError, match=r"op='max'.*'a' has no gradient"):
+            jax.grad(wrong)(x)
+
+
+def by_hand(names):
+    """Return, by name, (dualmesh's call, the same in jax.lax) over the axes "a", "c"."""
+    from jax import lax
+
+    axis, size, ops = ("a", "c"), 4, dm.ops
+    ring = tuple((src, (src + 1) % size) for src in range(size))
+    return {
+        "sum": (lambda x: ops.all_reduce(x, axis), lambda x: lax.psum(x, names)),
+        "mean": (lambda x: ops.all_reduce(x, axis, "mean"), lambda x: lax.pmean(x, names)),
+        "gather": (lambda x: ops.all_gather(x, axis, 1), lambda x: lax.all_gather(x, names, axis=1, tiled=True)),
+        "scatter": (
+            lambda x: ops.reduce_scatter(x, axis, 1),
+            lambda x: lax.psum_scatter(x, names, scatter_dimension=1, tiled=True),
+        ),
+        "all_to_all": (
+            lambda x: ops.all_to_all(x, axis, 1, 0),
+            lambda x: lax.all_to_all(x, names, 1, 0, tiled=True),
+        ),
+        "shift": (lambda x: ops.shift(x, axis), lambda x: lax.ppermute(x, names, ring)),
+        "take_block": (
+            lambda x: ops.take_block(x, axis, 1),
+            lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(names) * 2, 2, 1),
+        ),
+        "axis_index": (lambda x: x + ops.axis_index(axis), lambda x: x + lax.axis_index(names)),
+    }
+
+
+@in_jax()
+@pytest.mark.parametrize(
+    "name", ["sum", "mean", "gather", "scatter", "all_to_all", "shift", "take_block", "axis_index"]
+)
+@pytest.mark.parametrize("under", ["forward", "gradient"])
+def test_the_program_is_the_hand_written_one(name, under):
+    import jax
+    from jax.sharding import PartitionSpec
+
+    state = grid()
+    ours, hand = by_hand(state.group(("a", "c")))[name]
+    lifted = dm.shard_map(ours, EVERYWHERE, EVERYWHERE)
+    native = PartitionSpec(state.mesh.axis_names)
+    mapped = jax.shard_map(hand, mesh=state.mesh, in_specs=native, out_specs=native, check_vma=False)
+    reference = jax.jit(mapped, inline=True)
+
+    def program(fn):
+        if under == "gradient":
+            return str(jax.make_jaxpr(jax.grad(lambda x: (fn(x) ** 2).sum()))(np.ones((32, 8), np.float32)))
+        return str(jax.make_jaxpr(fn)(np.ones((32, 8), np.float32)))
+
+    with jax.sharding.use_abstract_mesh(state.mesh.abstract_mesh):
+        assert program(lifted) == program(reference)

@@ -1,0 +1,311 @@
+"""What jitted code sees of the ambient state, and what JAX's own contexts are afterwards."""
+
+import numpy as np
+import pytest
+
+import dualmesh as dm
+from dualmesh.errors import ScopeError
+from tests.jax_backend.worker import in_jax, two_grids, two_meshes
+
+X = np.arange(8.0)
+SUMS = {"a": [4.0, 6.0, 8.0, 10.0], "b": [12.0, 16.0]}
+
+
+def summed():
+    """Return the sum over sp, lifted."""
+    return dm.shard_map(lambda x: dm.ops.all_reduce(x, "sp"), dm.P("sp"), dm.P())
+
+
+def nested(traces=None):
+    """Return a function that sums over sp under a, under b, and under what is ambient."""
+    total = summed()
+
+    def run(x):
+        if traces is not None:
+            traces.append(dm.scope_name())
+        with dm.use_parallel_state("a"):
+            first = total(x)
+            with dm.use_parallel_state("b"):
+                second = total(x)
+            third = total(x)
+        return first, second, third, total(x)
+
+    return run
+
+
+def plain(results):
+    return [np.asarray(result).tolist() for result in results]
+
+
+@in_jax()
+def test_jit_traces_once_per_scope_and_answers_for_each():
+    import jax
+
+    two_grids()
+    traces = []
+
+    @jax.jit
+    def size(x):
+        traces.append(dm.scope_name())
+        return x * dm.get_parallel_state().size("dp_shard")
+
+    def ask(name):
+        with dm.use_parallel_state(name):
+            return float(size(1.0))
+
+    assert [float(size(1.0)), ask("talker"), ask("dense"), ask("talker"), float(size(1.0))] == [4, 8, 4, 8, 4]
+    assert traces == ["dense", "talker", "dense"][: len(traces)]
+    assert len(traces) <= 3
+
+
+@in_jax()
+def test_the_process_default_is_part_of_the_jit_key():
+    import warnings
+
+    import jax
+
+    traces = []
+
+    @jax.jit
+    def size(x):
+        traces.append(1)
+        return x * dm.get_parallel_state().size("dp")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dm.errors.StateWarning)
+        found = [float(size(1.0))]
+        dm.init_parallel_state(dp_size=8)
+        found.append(float(size(1.0)))
+        dm.clear_parallel_state()
+        found.append(float(size(1.0)))
+        dm.init_parallel_state(dp_size=4, tp_size=2)
+        found.append(float(size(1.0)))
+    assert found == [1, 8, 1, 4]
+    assert len(traces) == 3
+
+
+@in_jax()
+def test_a_scope_of_another_backends_state_rekeys_jit():
+    import jax
+
+    from dualmesh import initialization, scope
+    from dualmesh.state import StatePlan, World
+    from dualmesh_sim.state import SimState
+
+    jax_state = dm.init_parallel_state(dp_size=8)
+    topology = dm.parallel_spec(dp_size=2, tp_size=2).resolve(4)
+    other = SimState(StatePlan(topology, None, "sim", "cpu"), World(4, (0, 1, 2, 3), "cpu", 1, lambda: True), 1.0)
+    size = jax.jit(lambda x: x * dm.get_parallel_state().size("dp"))
+    assert float(size(1.0)) == jax_state.size("dp") == 8
+    with dm.use_parallel_state(other):
+        assert float(size(1.0)) == 2
+    assert float(size(1.0)) == 8
+    assert initialization.get_parallel_state_by_name("base") is scope.default_state()
+
+
+@in_jax()
+@pytest.mark.parametrize("around", ["nothing", "a", "b", "user mesh", "same mesh", "with mesh"])
+def test_nested_scopes_over_two_meshes_give_right_numbers_under_any_outer_mesh(around):
+    import contextlib
+    import warnings
+
+    import jax
+    from jax.sharding import AxisType, Mesh
+
+    a, _ = two_meshes()
+    user = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "mine"), axis_types=(AxisType.Auto,) * 2)
+    contexts = {
+        "nothing": contextlib.nullcontext,
+        "a": lambda: dm.use_parallel_state("a"),
+        "b": lambda: dm.use_parallel_state("b"),
+        "user mesh": lambda: jax.set_mesh(user),
+        "same mesh": lambda: jax.set_mesh(a.mesh),
+        "with mesh": lambda: user,
+    }
+    last = "b" if around == "b" else "a"
+    expected = [SUMS["a"], SUMS["b"], SUMS["a"], SUMS[last]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with contexts[around]():
+            traces = []
+            step = jax.jit(nested(traces))
+            assert plain(step(X)) == plain(step(X)) == expected
+            assert len(traces) == 1
+            assert plain(nested()(X)) == expected
+            around_mesh = jax.sharding.get_mesh()
+    assert (around_mesh == user) == (around == "user mesh")
+    assert jax.sharding.get_mesh().empty
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+@in_jax()
+def test_a_scope_sets_the_mesh_outside_tracing_and_restores_the_users():
+    import jax
+    from jax.sharding import AxisType, Mesh
+
+    states = two_grids()
+    user = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(user):
+        with dm.use_parallel_state("dense"):
+            assert jax.sharding.get_mesh() == states["dense"].mesh
+            with pytest.raises(KeyError), dm.use_parallel_state("talker"):
+                raise KeyError
+            assert jax.sharding.get_mesh() == states["dense"].mesh
+        assert jax.sharding.get_mesh() == user
+        assert jax.sharding.get_abstract_mesh() == user.abstract_mesh
+    assert jax.sharding.get_mesh().empty
+
+
+@in_jax()
+def test_a_sharded_init_without_inputs_lands_on_all_devices():
+    import jax
+    import jax.numpy as jnp
+
+    state = two_grids()["dense"]
+    with dm.use_parallel_state("dense"):
+        made = jax.jit(lambda: jax.lax.with_sharding_constraint(jnp.zeros((8, 4)), state.pspec("dp_shard", "sp")))()
+    assert made.addressable_shards[0].data.shape == (2, 2)
+    assert len(made.sharding.device_set) == 8
+
+
+@in_jax()
+@pytest.mark.parametrize("transform", ["jit", "grad", "eager grad", "vmap", "scan", "remat", "custom_vjp"])
+def test_scopes_open_inside_every_transformation(transform):
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    two_meshes()
+    total = summed()
+    read = []
+
+    def both(x):
+        with dm.use_parallel_state("b"):
+            read.append(dm.get_parallel_state().size("sp"))
+            return (total(x) ** 2).sum()
+
+    @jax.custom_vjp
+    def custom(x):
+        return both(x)
+
+    def backward(x, g):
+        with dm.use_parallel_state("a"):
+            assert dm.get_parallel_state().size("sp") == 2
+        return (g * jax.grad(both)(x),)
+
+    custom.defvjp(lambda x: (both(x), x), backward)
+
+    x = jnp.asarray(X)
+    block_sums = X.reshape(4, 2).sum(0)
+    value, gradient = (block_sums**2).sum(), np.tile(2 * block_sums, 4)
+    runs = {
+        "jit": lambda: (jax.jit(both)(x), gradient),
+        "grad": lambda: jax.jit(jax.value_and_grad(both))(x),
+        "eager grad": lambda: jax.value_and_grad(both)(x),
+        "vmap": lambda: (jax.jit(jax.vmap(both))(jnp.stack([x, 2 * x]))[1] / 4, gradient),
+        "scan": lambda: (jax.jit(lambda x: lax.scan(lambda c, y: (c + both(y), None), 0.0, x[None])[0])(x), gradient),
+        "remat": lambda: jax.jit(jax.value_and_grad(jax.checkpoint(both)))(x),
+        "custom_vjp": lambda: jax.jit(jax.value_and_grad(custom))(x),
+    }
+    found_value, found_gradient = runs[transform]()
+    assert float(found_value) == value
+    np.testing.assert_array_equal(np.asarray(found_gradient), gradient)
+    assert set(read) == {4}
+    assert dm.scope_name() == "a"
+    assert jax.sharding.get_mesh().empty
+    assert jax.sharding.get_abstract_mesh().empty
+
+
+@in_jax()
+def test_exceptions_inside_jit_restore_every_context():
+    import jax
+
+    two_meshes()
+
+    def failing(x):
+        with dm.use_parallel_state("b"):
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        jax.jit(failing)(X)
+    assert dm.scope_name() == "a"
+    assert jax.sharding.get_mesh().empty
+    assert jax.sharding.get_abstract_mesh().empty
+    assert float(jax.jit(lambda x: x * dm.get_parallel_state().size("sp"))(1.0)) == 2
+
+
+@in_jax()
+def test_threads_see_the_default_or_what_is_bound():
+    import threading
+
+    import jax
+
+    two_meshes()
+    size = jax.jit(lambda x: x * dm.get_parallel_state().size("sp"))
+    found = {}
+
+    def ask(key):
+        found[key] = (float(size(1.0)), plain([summed()(X)])[0])
+
+    with dm.use_parallel_state("b"):
+        ask("here")
+        threads = [threading.Thread(target=ask, args=("free",)), threading.Thread(target=dm.bind(ask), args=("bound",))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    b, a = (4.0, SUMS["b"]), (2.0, SUMS["a"])
+    assert found == {"here": b, "bound": b, "free": a}
+
+
+@in_jax()
+def test_decorated_coroutines_keep_their_scopes_apart():
+    import asyncio
+
+    import jax
+
+    two_meshes()
+    size = jax.jit(lambda x: x * dm.get_parallel_state().size("sp"))
+
+    def task(name, expected):
+        @dm.use_parallel_state(name)
+        async def run():
+            for _ in range(3):
+                assert float(size(1.0)) == expected
+                assert plain([summed()(X)])[0] == SUMS[name]
+                await asyncio.sleep(0)
+
+        return run()
+
+    async def main():
+        await asyncio.gather(task("a", 2.0), task("b", 4.0))
+
+    asyncio.run(main())
+    assert jax.sharding.get_mesh().empty
+
+
+@in_jax()
+def test_a_scope_that_jax_does_not_know_of_is_refused_with_the_cure():
+    import asyncio
+
+    two_meshes()
+
+    async def held():
+        with dm.use_parallel_state("b"):
+            await asyncio.to_thread(summed(), X)
+
+    with pytest.raises(ScopeError, match=r"'b', but JAX would cache this under another.*dm\.bind"):
+        asyncio.run(held())
+
+
+@in_jax()
+def test_an_old_answer_never_outlives_its_session_or_its_mesh():
+    import jax
+
+    mesh_of = jax.jit(lambda x: dm.constrain(x, dm.P("dp")))
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    assert mesh_of(X).sharding.mesh.axis_names == ("dp",)
+    dm.clear_parallel_state()
+    states = {"one": dm.TopologySpec({"dp": 8}), "two": dm.TopologySpec({"x": 2, "y": 4})}
+    dm.init_parallel_states(states)
+    assert mesh_of(X).sharding.mesh.axis_names == ("x", "y")
