@@ -176,11 +176,8 @@ class Reshard:
         if position is None or 0 in self.shape:
             return ()
         part = self._from.indices(position)
-        sent = [
-            Sent(target, *self._cut(part, self._to.indices(place)))
-            for target, place in self._takers(part, position)
-            if rank in self._sources(part, target, place)
-        ]
+        takers = self._takers(part, position)
+        sent = [Sent(target, *self._cut(part, self._to.indices(place))) for target, place in takers]
         return tuple(sorted(sent, key=lambda each: each.target))
 
     def _cut(self, part: Sequence[int], block: Sequence[int]) -> tuple[Slices, Slices]:
@@ -221,7 +218,7 @@ class Reshard:
         return number * self._from.copies.size // (prod(map(len, touched)) * copies.size)
 
     def _takers(self, part: tuple[int, ...], position: int) -> Iterator[tuple[int, int]]:
-        """Yield (rank, target place) of all that can take a source block from the place that holds it."""
+        """Yield (rank, target place) of all whose sources (`_sources`) for a block include the place that holds it."""
         blocks, copies = self._from, self._to.copies
         touched = self._to.touching(part, blocks.steps)
         for same_copy in Layout.joined([blocks.split, blocks.addends]).ranks(position):

@@ -131,6 +131,12 @@ def test_a_split_factor_that_cuts_a_merged_mesh_dim_names_the_axes_on_both_sides
     assert check(topology, dm.P(("a", "c", "b")), mesh) == placements
 
 
+def test_what_is_said_of_a_mesh_dim_of_size_one_is_no_matter():
+    topology = dm.TopologySpec({"a": 2}).resolve(2)
+    mesh = [Digit(1, 2), Digit(2, 1), Digit(1, 1)]
+    assert spec_for(topology, [StridedShard(0, 2), Shard(0), Partial("max")], mesh) == dm.P("a")
+
+
 def test_array_mesh_leaves_out_what_no_spec_tells_apart():
     topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2, tp_size=2, ep_size=4)
     topology = topology.resolve(16)
