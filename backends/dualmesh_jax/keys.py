@@ -56,9 +56,10 @@ class ScopeKey:
 _keys: WeakKeyDictionary[ParallelState, ScopeKey] = WeakKeyDictionary()
 
 
-def give_key(state: ParallelState, mesh: int) -> None:
-    """Fix the key of a state that is on a mesh. *Local.*"""
-    _keys[state] = ScopeKey(state.plan, mesh)
+def give_key(state: ParallelState, mesh: int) -> ScopeKey:
+    """Fix and return the key of a state that is on a mesh. *Local.*"""
+    key = _keys[state] = ScopeKey(state.plan, mesh)
+    return key
 
 
 def key_of(state: ParallelState | None) -> ScopeKey | None:

@@ -20,12 +20,15 @@ class JaxMirror:
 
     def enter(self, scope: Scope) -> tuple[Any, Any]:
         state = scope.state
-        mesh = ambient_mesh(state.shared) if isinstance(state, JaxState) and state.is_live else None
-        if mesh is not None:
+        if type(state) is JaxState:
+            mesh = ambient_mesh(state.shared)
             mesh.__enter__()
+            context = self._context(state.key)
+            context.__enter__()
+            return context, mesh
         context = self._context(key_of(state))
         context.__enter__()
-        return context, mesh
+        return context, None
 
     def leave(self, held: tuple[Any, Any]) -> None:
         context, mesh = held

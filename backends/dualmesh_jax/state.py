@@ -33,7 +33,7 @@ class JaxState(ParallelState):
     def __init__(self, plan: StatePlan, world: World, shared: SharedMesh) -> None:
         super().__init__(plan, world)
         self.shared = shared
-        give_key(self, shared.serial)
+        self.key = give_key(self, shared.serial)
         self._native = AxisTable(self._native_for)
         self.collectives = JaxCollectives(self)
         self.arrays = JaxArrays(self)

@@ -52,7 +52,7 @@ def test_a_state_registered_after_first_use_gets_its_own_mesh_and_a_warning():
     with pytest.warns(StateWarning, match=r"atom_4x2, atom_2x1.*do not spell.*dp_replicate.*before first use") as said:
         late = dm.init_parallel_state(dp_replicate_size=2, dp_shard_size=4, name="late")
     assert len(said) == 1
-    assert "dualmesh/" not in said[0].filename.removeprefix("/work/main/")
+    assert "/dualmesh" not in said[0].filename
     assert late.mesh.axis_names[:2] == ("dp_replicate", "dp_shard")
 
 
