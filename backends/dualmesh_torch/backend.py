@@ -27,14 +27,14 @@ class TorchBackend(Backend):
 
     def __init__(self) -> None:
         self._world: World | None = None
-        self._pool: GroupPool | None = None
+        self.pool: GroupPool | None = None
         scope.add_mirror(mirror)
 
     def world(self) -> World | None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if group is None:
             return None
-        if self._world is None or self._pool is None or self._pool.default is not group:
+        if self._world is None or self.pool is None or self.pool.default is not group:
             self._adopt(group)
         return self._world
 
@@ -76,10 +76,10 @@ class TorchBackend(Backend):
         if world.is_live():
             dist.destroy_process_group()
         if self._world is world:
-            self._world = self._pool = None
+            self._world = self.pool = None
 
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
-        pool = self._pool
+        pool = self.pool
         if pool is None or not world.is_live():
             raise SessionError("Backend 'torch': the world ended. Start it again (dm.init_distributed).")
         for plan in plans:
@@ -108,7 +108,7 @@ class TorchBackend(Backend):
         backends = _device_backends()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         on_device = accelerator is not None and backends.get(accelerator.type, "gloo") not in ("gloo", "fake")
-        self._pool = GroupPool(group, _session_number(group), backends)
+        self.pool = GroupPool(group, _session_number(group), backends)
         self._world = World(
             size=group.size(),
             local_ranks=(group.rank(),),

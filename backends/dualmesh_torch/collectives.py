@@ -95,6 +95,25 @@ def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tens
     return verbs[verb](x, party, **settings)
 
 
+def with_summed_gradient(x: Tensor, axis: Axis, party: Party) -> Tensor:
+    """Return `x`, whose gradient is summed over a group: the ranks hold the same and use it differently."""
+    found: Tensor = _Shared.apply(x, call("all_reduce", axis, party.size, op="sum"), party)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Shared(torch.autograd.Function):
+    """The identity whose gradient is a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: Call, party: Party) -> Tensor:
+        ctx.call, ctx.party = backward, party
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(cotangents[0], ctx.call, ctx.party), None, None
+
+
 class _Linear(torch.autograd.Function):
     """Any collective and, as its gradient, the transpose that the op table names."""
 

@@ -16,6 +16,10 @@ from dualmesh_torch.party import Party
 Tensor = torch.Tensor
 Pairs = tuple[tuple[int, int], ...]
 
+# Newer versions call them so and warn about the names that 2.11 has.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _SUM = dist.ReduceOp.SUM
 _OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -38,7 +42,7 @@ def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
         return x.new_empty(gathered_shape(x, dim, party.size))
     sent = carried(x.contiguous())
     blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
-    dist.all_gather_into_tensor(blocks, sent, group=party.group)
+    _all_gather(blocks, sent, group=party.group)
     found = uncarried(blocks, x.dtype)
     return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
 
@@ -48,7 +52,7 @@ def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
     blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
     total = blocks.new_empty(blocks.shape[1:])
     if total.numel():
-        dist.reduce_scatter_tensor(total.view(-1), blocks.view(-1), _SUM, group=party.group)
+        _reduce_scatter(total.view(-1), blocks.view(-1), _SUM, group=party.group)
     if op == "mean":
         total.div_(party.size)
     return unsummable(total, x.dtype)

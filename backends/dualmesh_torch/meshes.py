@@ -107,6 +107,10 @@ class Meshes:
             mesh=mesh,
         )
 
+    def array_axes(self, spec: P) -> tuple[str, ...]:
+        """Return the axes of the array mesh on which a spec lies, outermost first. *Pure.*"""
+        return tuple(self._array_axes(self._view_of(spec)))
+
     def _found(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         for root in (self._merged_axes(), self._state.topology.base_axes):
             places = [root.index(axis) for axis in axes if axis in root]

@@ -1,7 +1,7 @@
 """Functions of global arrays: DTensors cut into blocks, the per-rank function, DTensors again.
 
 The boundary carries the gradient contract: an input that several ranks hold gets the sum of their gradients, a result
-that several ranks hold passes each of them its part. No autograd code of our own is needed for it.
+that several ranks hold passes each of them its part.
 """
 
 import threading
@@ -12,11 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
+from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import gradients, scope
+from dualmesh_torch import collectives, gradients, scope
 from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
 from dualmesh_torch.captures import refuse_captured
 from dualmesh_torch.replication import check_replicated as check_equal
@@ -69,8 +70,8 @@ class TorchPrograms(Programs):
             specs = spec_tree(out_specs, results, what="shard_map out_specs")
             found = mapped(self._whole, results, specs)
             if check_replicated:
-                check_equal(self._state, list(leaves(found)), list(leaves(specs)))
-            return mapped(_summed, found)
+                check_equal(self._state, list(leaves(found)), [P(*P.of(spec).entries) for spec in leaves(specs)])
+            return found
 
         return program
 
@@ -103,10 +104,13 @@ class TorchPrograms(Programs):
         return gradients.synced(params, self._state.party(axis))
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
-        """Return this rank's block; its gradient is this rank's part, to be summed where ranks hold the same."""
+        """Return this rank's block; its gradient is summed over the ranks that hold the same."""
         laid_out = self._arrays.placed("shard_map", x, spec)
-        block: torch.Tensor = laid_out.to_local(grad_placements=_parts(laid_out.placements))
-        return block
+        block: torch.Tensor = laid_out.to_local(grad_placements=laid_out.placements)
+        over = self._others(spec)
+        if not over or not (block.requires_grad and torch.is_grad_enabled()):
+            return block
+        return collectives.with_summed_gradient(block, over, self._state.party(over))
 
     def _whole(self, result: Any, spec: P) -> DTensor:
         """Return the global array of what the ranks returned; each gets its part of the gradient."""
@@ -114,12 +118,21 @@ class TorchPrograms(Programs):
         state = self._state
         if isinstance(block, DTensor):
             raise ArrayTypeError("shard_map: the function returned a DTensor. It must return per-rank blocks.")
-        if spec.partial and block.dtype is torch.bool and state.size(spec.partial) > 1:
-            raise ArrayTypeError(f"shard_map: {spec!r} sums a bool result, which is not defined. Convert it first.")
+        if spec.partial and state.size(spec.partial) > 1:
+            if block.dtype is torch.bool:
+                raise ArrayTypeError(f"shard_map: {spec!r} sums a bool result, which is not defined. Convert it first.")
+            block = state.collectives.all_reduce(block, spec.partial, op="sum")
+        spec = P(*spec.entries)
         shape = global_shape(state.topology, spec, block.shape, what="shard_map result")
         dim_layouts(state.topology, spec, shape, what="shard_map result")
         mesh, placements = state.sharding(spec)
-        return assembled(block.contiguous(), mesh, placements, shape, _cotangents(placements))
+        return assembled(block.contiguous(), mesh, placements, shape, _parts(placements))
+
+    def _others(self, spec: P) -> tuple[str, ...]:
+        """Return the axes over which arrays of a spec are equal: base axes of size > 1, or a view's beside them."""
+        topology = self._state.topology
+        used = set(expanded(topology, spec.axes))
+        return tuple(name for name in self._state.meshes.array_axes(spec) if name not in used)
 
     def _check_specs(self, what: str, specs: Any, axes: tuple[str, ...] | None) -> None:
         if axes is not None:
@@ -150,19 +163,8 @@ def _called(fn: Callable[..., Any], blocks: Sequence[Any]) -> Any:
 
 
 def _parts(placements: Sequence[Placement]) -> list[Placement]:
+    """A replicated result passes each rank a part of its gradient, such that the parts sum to it."""
     return [Partial() if isinstance(one, Replicate) else one for one in placements]
-
-
-def _cotangents(placements: Sequence[Placement]) -> list[Placement]:
-    """A replicated result passes each rank a part of its gradient; a summed one passes all of it to each."""
-    swapped = {Replicate: Partial(), Partial: Replicate()}
-    return [swapped.get(type(one), one) for one in placements]
-
-
-def _summed(x: DTensor) -> DTensor:
-    if not any(isinstance(one, Partial) for one in x.placements):
-        return x
-    return x.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in x.placements])
 
 
 def _leaf(x: Any) -> torch.Tensor:

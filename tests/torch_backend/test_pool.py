@@ -1,0 +1,222 @@
+"""How many groups there are, and that they are the right ones."""
+
+import pytest
+
+import dualmesh as dm
+from dualmesh import lanes
+from tests.torch_backend.fake import fake_world
+from tests.worlds import torch_world
+
+
+def veomni(world_size):
+    return {
+        "thinker": dm.parallel_spec(dp_replicate_size=2, dp_shard_size=world_size // 4, ulysses_size=2, ep_size=2),
+        "talker": dm.parallel_spec(dp_size=world_size, dp_shard_size=world_size),
+    }
+
+
+def counts(specs):
+    """Register the specs; return (groups in the pool, groups that torch knows, distinct keys expected)."""
+    from torch.distributed import distributed_c10d
+
+    from dualmesh import discovery
+
+    before = len(distributed_c10d._world.pg_map)
+    states = dm.init_parallel_states(specs)
+    pool = discovery.load("torch").pool
+    made = len(distributed_c10d._world.pg_map) - before
+    wanted = {need for state in states.values() for need in lanes.distinct(state.topology, pool.rank)}
+    return len(pool), made, len(wanted), {key[:2] for key in pool.keys()} == {tuple(need) for need in wanted}
+
+
+@pytest.mark.parametrize("world_size", [8, 512, 16_384])
+@pytest.mark.parametrize("place", [0, 0.6])
+def test_two_states_hold_this_ranks_distinct_lists_and_lanes_and_no_more(world_size, place):
+    rank = int(place * world_size)
+    pooled, made, wanted, same = fake_world(counts, veomni(world_size), rank=rank, world_size=world_size)
+    assert same
+    assert pooled == wanted
+    assert made == wanted - 1, "the default group stands for the world in one lane"
+
+
+def test_the_distinct_lists_of_a_known_topology():
+    """Each axis by hand: rank 3 of 2 replicas x 2 shards x 2 ulysses."""
+    topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2).resolve(8)
+    assert lanes.distinct(topology, 3) == (
+        ((0, 1, 2, 3), "param"),  # dp_shard_sp
+        ((0, 1, 2, 3, 4, 5, 6, 7), "data"),  # world, and the loss
+        ((0, 1, 2, 3, 4, 5, 6, 7), "param"),  # dp_sp
+        ((1, 3), "param"),  # dp_shard
+        ((1, 3, 5, 7), "param"),  # dp
+        ((2, 3), "data"),  # ulysses, sp
+        ((3,), "data"),  # cp, tp, pp
+        ((3, 7), "param"),  # dp_replicate
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "lane"),
+    [("dp", "param"), ("ep_fsdp", "param"), ("ep_replicate", "param"), ("ep", "data"), ("sp", "data"), ("tp", "data")]
+    + [(("dp_replicate", "dp_shard"), "param"), (("dp_shard", "ulysses"), "data"), ("world", "data"), ("cp", "data")],
+)
+def test_lanes_follow_who_issues_the_collective(axis, lane):
+    topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2, ep_size=2).resolve(8)
+    assert lanes.lane_of(topology, axis) == lane
+
+
+def test_lanes_of_free_axes_follow_roles():
+    roles = {"data": ("rows",), "params": ("rows", "seq"), "loss": ("seq", "rows"), "sequence": ("seq",)}
+    topology = dm.TopologySpec({"rows": 2, "seq": 2, "heads": 2}, roles=roles).resolve(8)
+    found = {axis: lanes.lane_of(topology, axis) for axis in ("rows", "seq", "heads", ("rows", "seq"))}
+    assert found == {"rows": "param", "seq": "data", "heads": "data", ("rows", "seq"): "param"}
+
+
+def test_an_axis_that_is_sequence_and_loss_stays_in_the_data_lane():
+    topology = dm.TopologySpec({"seq": 4}, roles={"loss": "seq", "sequence": "seq"}).resolve(4)
+    assert lanes.lane_of(topology, "seq") == "data"
+
+
+def test_planning_asks_nothing_of_the_world():
+    topology = dm.parallel_spec(dp_shard_size=2**17, ulysses_size=2, tp_size=4).resolve(2**20)
+    small = {axis: need for axis, need in lanes.memberships(topology, 5).items() if axis in ("sp", "tp", "cp")}
+    assert [need.ranks for need in small.values()] == [(5,), (4, 5, 6, 7), (1, 5)]
+
+
+def sharing():
+    import torch.distributed as dist
+
+    from dualmesh import discovery
+
+    one = dm.init_parallel_state(dp_size=2, ulysses_size=2, name="one")
+    pool = discovery.load("torch").pool
+    first = len(pool)
+    two = dm.init_parallel_state(spec=dm.TopologySpec({"x": 2, "y": 2}), name="two")
+    own = dm.init_parallel_state(spec=dm.TopologySpec({"x": 2, "y": 2}), name="own", own_groups=True)
+    found = {
+        "same list, same group": one.group("sp") is two.group("y"),
+        "lanes differ": one.group("dp_sp") is not one.group("world"),
+        "size 1 shares": one.group("tp") is one.group("pp"),
+        "own": own.group("y") is not two.group("y"),
+        "own meshes differ": own.mesh != two.mesh,
+        "never the default": own.group("world") is not dist.group.WORLD,
+    }
+    dm.clear_parallel_state()
+    found["all are let go of"] = len(pool) == 0 and first > 0
+    found["the default lives"] = dist.is_initialized() and dist.get_world_size() == 4
+    return found
+
+
+def test_groups_are_shared_by_list_and_lane_and_let_go_of():
+    for found in torch_world(sharing, world_size=4):
+        assert all(found.values()), found
+
+
+def after_clear():
+    import torch
+
+    totals = []
+    for _ in range(4):
+        state = dm.init_parallel_state(dp_size=2, ulysses_size=2)
+        totals.append(dm.ops.all_reduce(torch.tensor(float(state.own_rank())), "sp").item())
+        dm.clear_parallel_state()
+    return totals
+
+
+def test_clear_and_init_again_under_the_same_names():
+    assert torch_world(after_clear, world_size=4) == [[1.0] * 4, [1.0] * 4, [5.0] * 4, [5.0] * 4]
+
+
+def trainers_own_group_first():
+    import torch
+    import torch.distributed as dist
+
+    dist.new_group([0, 1])
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}))
+    x = torch.tensor(float(state.own_rank()))
+    return dm.ops.all_reduce(x, "a").item(), dm.ops.all_reduce(x, "b").item()
+
+
+def test_a_group_of_the_trainers_own_does_not_disturb_the_names():
+    found = torch_world(trainers_own_group_first, world_size=4, timeout_s=60)
+    assert found == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]
+
+
+def wrapped_over_the_sequence_axis():
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    state = dm.init_parallel_state(dp_size=1, ulysses_size=2)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, x, used):
+            for layer in [self.layers[i] for i in used]:
+                x = dm.ops.all_reduce(torch.tanh(layer(x)), "sp")
+            return x.sum()
+
+    rank = state.own_rank()
+    net = DistributedDataParallel(
+        Net(), process_group=state.group("dp_sp"), find_unused_parameters=True, bucket_cap_mb=0.0001
+    )
+    for _ in range(3):
+        net(torch.ones(2, 8) + rank, [0, 1, 2, 3] if rank else [5, 4, 1, 0]).backward()
+    return [float(p.grad.abs().sum()) for p in net.parameters()]
+
+
+def test_wrapping_over_a_sequence_axis_with_unused_parameters_does_not_hang():
+    one, two = torch_world(wrapped_over_the_sequence_axis, world_size=2, timeout_s=60)
+    assert one == two
+
+
+def orders():
+    import torch
+
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"a": 4}), ranks=(2, 0, 3, 1), name="turned")
+    x = torch.tensor([float(state.own_rank())])
+    import torch.distributed as dist
+
+    return (
+        state.index("a"),
+        dm.ops.all_gather(x, "a").tolist(),
+        dist.get_process_group_ranks(state.group("a")),
+        dm.host.broadcast(state.own_rank(), "a", src=0),
+        state.mesh.mesh.tolist(),
+        state.mesh.get_local_rank("a"),
+    )
+
+
+def test_the_listed_order_is_the_index_order_everywhere():
+    found = torch_world(orders, world_size=4)
+    for rank, (index, gathered, ranks, source, mesh, local) in enumerate(found):
+        assert index == local == (2, 0, 3, 1).index(rank)
+        assert gathered == [2.0, 0.0, 3.0, 1.0]
+        assert ranks == mesh == [2, 0, 3, 1]
+        assert source == 2
+
+
+def partial_states():
+    import torch
+
+    found = {}
+    for name, ranks in {"left": (0, 1), "right": (3, 2), "middle": (1, 2)}.items():
+        state = dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), ranks=ranks, name=name)
+        x = torch.tensor(10.0 ** state.world.local_ranks[0])
+        try:
+            found[name] = dm.ops.all_reduce(x, "a", state=state).item()
+        except dm.DualmeshError as error:
+            found[name] = type(error).__name__
+    return found
+
+
+def test_disjoint_and_overlapping_states_ask_nothing_of_others():
+    none = "MembershipError"
+    assert torch_world(partial_states, world_size=4) == [
+        {"left": 11.0, "right": none, "middle": none},
+        {"left": 11.0, "right": none, "middle": 110.0},
+        {"left": none, "right": 1100.0, "middle": 110.0},
+        {"left": none, "right": 1100.0, "middle": none},
+    ]
