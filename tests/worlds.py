@@ -51,6 +51,17 @@ def wide_worlds() -> dict[str, Callable[..., list[Any]]]:
     return {**worlds(), "jax": wide_jax_world}
 
 
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` as trainers of the open world run a step: jitted on JAX, as it is elsewhere."""
+    import dualmesh as dm
+
+    if dm.get_parallel_state().backend != "jax":
+        return fn
+    import jax
+
+    return jax.jit(fn)
+
+
 def _in_torch(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, method: str) -> Any:
     import dualmesh as dm
 

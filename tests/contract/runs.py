@@ -6,6 +6,7 @@ import numpy as np
 import dualmesh as dm
 from tests.contract.cases import cotangent
 from tests.contract.oracle import COMBINED, TOPOLOGIES, VIEWS
+from tests.worlds import compiled
 
 
 def opened(world):
@@ -74,7 +75,7 @@ def _gradients(cases, shapes):
         return dm.ops.all_reduce(total, "world")
 
     lifted = dm.shard_map(objective, (dm.P("world"), dm.P("world")), dm.P())
-    _, grads = dm.value_and_grad(lifted)(xs, ws)
+    _, grads = compiled(dm.value_and_grad(lifted))(xs, ws)
     return {case: np.asarray(dm.to_numpy(grad)) for case, grad in zip(cases, grads, strict=True)}
 
 
