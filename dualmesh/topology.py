@@ -41,7 +41,7 @@ class Topology:
         self.base_axes = tuple(name for name, _ in spec.base)
         self.axis_names = tuple(layouts)
         self.layouts = MappingProxyType(dict(layouts))
-        self._joined: dict[tuple[str, ...], Layout] = {}
+        self.joined: dict[tuple[str, ...], Layout] = {}
         self._hash = hash((spec, world_size))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -78,24 +78,12 @@ class Topology:
             SpecError: A tuple names axes that share ranks.
         """
         if isinstance(axis, tuple):
-            found = self._joined.get(axis)
-            return found if found is not None else self._join(axis)
+            found = self.joined.get(axis)
+            return found if found is not None else combined_layout(self, axis)
         try:
             return self.layouts[axis]
         except (KeyError, TypeError):
             raise self._unknown(axis) from None
-
-    def _join(self, axes: tuple[str, ...]) -> Layout:
-        layouts = [self.layout(name) for name in axes]
-        for later, layout in enumerate(layouts):
-            for earlier in range(later):
-                if overlap(layouts[earlier], layout):
-                    raise SpecError(
-                        f"Topology: axes {axes[earlier]!r} and {axes[later]!r} of {axes!r} share ranks, so they do not "
-                        f"combine. Name axes that cross.",
-                        axes=axes,
-                    )
-        return self._joined.setdefault(axes, Layout.joined(layouts))
 
     def _unknown(self, axis: object) -> UnknownAxisError:
         names = listed(self.axis_names)
@@ -162,6 +150,24 @@ class Topology:
             f"Declare it: TopologySpec(..., roles={{{part!r}: (...)}}).",
             role=part,
         )
+
+
+def combined_layout(topology: Topology, axes: tuple[str, ...]) -> Layout:
+    """Return the digits of several axes read as one, and keep them for the next time. *Pure.*
+
+    Raises:
+        SpecError: They share ranks.
+    """
+    layouts = [topology.layout(name) for name in axes]
+    for later, layout in enumerate(layouts):
+        for earlier in range(later):
+            if overlap(layouts[earlier], layout):
+                raise SpecError(
+                    f"Topology: axes {axes[earlier]!r} and {axes[later]!r} of {axes!r} share ranks, so they do not "
+                    f"combine. Name axes that cross.",
+                    axes=axes,
+                )
+    return topology.joined.setdefault(axes, Layout.joined(layouts))
 
 
 def _resolved_again(spec: "TopologySpec", world_size: int) -> Topology:

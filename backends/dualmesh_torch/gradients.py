@@ -53,7 +53,10 @@ def make_sums(model: Any) -> None:
             module.dualmesh_sums = True  # type: ignore[assignment]
 
 
-def _summed_bucket(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _summed_bucket(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     work: Any = dist.all_reduce(bucket.buffer(), SUM, group=group, async_op=True)
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return summed

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dualmesh import lanes
-from dualmesh.errors import OutsideCompileError, ShardingError
+from dualmesh.errors import ShardingError
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
 from dualmesh.state import AxisTable, ParallelState, StatePlan, World
@@ -24,6 +24,7 @@ from dualmesh_torch.host import TorchHostObjects
 from dualmesh_torch.meshes import Meshes, Sharding
 from dualmesh_torch.party import Party
 from dualmesh_torch.programs import TorchPrograms
+from dualmesh_torch.refusals import numbered, refuse_unmade, refuse_unready
 
 
 class TorchState(ParallelState):
@@ -38,6 +39,7 @@ class TorchState(ParallelState):
         self._default = pool.default
         self._owner = pool.new_owner() if plan.own_groups else 0
         self._held: dict[Key, Group] = {}
+        self._number = numbered(self)
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
         self._indices = AxisTable(super()._own_index)
@@ -71,34 +73,31 @@ class TorchState(ParallelState):
     def party(self, axis: Axis) -> Party:
         """Return this rank's place in the group that collectives over an axis use; made at first use. *Collective.*"""
         self.require_ready("ops")
+        if torch.compiler.is_compiling():
+            refuse_unmade(axis)
         need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
-        return Party(self._group_of(need, axis), len(need.ranks), self._indices[axis])
+        return Party(self._group_of(need), len(need.ranks), self._indices[axis])
 
     def group_along(self, layout: Layout) -> Group:
         """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
         grid = (rank + self.topology.rank_offset for rank in layout.ranks(self.topology.position(self._place)))
         ranks = tuple(self.session_rank(rank) for rank in grid)
-        return self._group_of(lanes.Membership(ranks, "data"), "mesh")
+        return self._group_of(lanes.Membership(ranks, "data"))
 
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
+        if torch.compiler.is_compiling():
+            refuse_unmade(axis)
         self.size(axis)
         lane = lanes.lane_of(self.topology, axis)
         need = lanes.membership(self.topology, axis, lane, self._place, self.plan.ranks)
-        return self._group_of(need, axis)
+        return self._group_of(need)
 
-    def _group_of(self, need: lanes.Membership, axis: Axis) -> Group:
+    def _group_of(self, need: lanes.Membership) -> Group:
         key = self._key(need)
         found = self._held.get(key)
         if found is not None:
             return found
-        if torch.compiler.is_compiling():
-            raise OutsideCompileError(
-                f"{self.label}: the first collective over {axis!r} makes its group, which compiled code cannot. "
-                f"Declare the combination as a combined axis, or run one collective over it before "
-                f"compiling.",
-                axis=axis,
-            )
         self._held.update(self._pool.acquire([key], self))
         return self._held[key]
 
@@ -151,7 +150,11 @@ class TorchState(ParallelState):
 
     def require_ready(self, where: str) -> None:
         if self._released or not self._member or dist.group.WORLD is not self._default:
-            super().require_ready(where)
+            refuse_unready(self._number, where)
+
+    def check_ready(self, where: str) -> None:
+        """Refuse as the core does. *Local.*"""
+        super().require_ready(where)
 
     def return_groups(self) -> None:
         """Give the groups back to the pool. *Local.*"""

@@ -56,8 +56,15 @@ def test_the_distinct_lists_of_a_known_topology():
 
 @pytest.mark.parametrize(
     ("axis", "lane"),
-    [("dp", "param"), ("ep_fsdp", "param"), ("ep_replicate", "param"), ("ep", "data"), ("sp", "data"), ("tp", "data")]
-    + [(("dp_replicate", "dp_shard"), "param"), (("dp_shard", "ulysses"), "data"), ("world", "data"), ("cp", "data")],
+    [
+        *(("dp", "param"), ("ep_fsdp", "param"), ("ep_replicate", "param"), ("ep", "data"), ("sp", "data")),
+        *(
+            (("dp_replicate", "dp_shard"), "param"),
+            (("dp_shard", "ulysses"), "data"),
+            ("world", "data"),
+            ("cp", "data"),
+        ),
+    ],
 )
 def test_lanes_follow_who_issues_the_collective(axis, lane):
     topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2, ep_size=2).resolve(8)

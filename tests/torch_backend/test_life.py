@@ -1,0 +1,131 @@
+"""Worlds: adopted, ended by others, begun again; what old handles then say."""
+
+import dualmesh as dm
+from tests.workers import free_port
+from tests.worlds import torch_pool
+
+
+def started(fn, world_size, *args, timeout_s=60.0):
+    """Run `fn(rank, world_size, port, *args)` in processes without a session."""
+    port = free_port()
+    return torch_pool.run(fn, [(rank, world_size, port, *args) for rank in range(world_size)], timeout_s=timeout_s)
+
+
+def begin(rank, world_size, port):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+
+
+def adopting(rank, world_size, port):
+    import torch
+    import torch.distributed as dist
+
+    begin(rank, world_size, port)
+    state = dm.init_parallel_state(dp_size=world_size)
+    session = dm.init_distributed("torch")
+    total = dm.ops.all_reduce(torch.tensor(float(rank)), "dp").item()
+    session.close()
+    alive = dist.is_initialized()
+    dist.destroy_process_group()
+    return total, session.owned, alive, state.is_live
+
+
+def test_a_world_that_the_trainer_started_is_adopted_and_stays_the_trainers():
+    assert started(adopting, 3) == [(3.0, False, True, False)] * 3
+
+
+def recreating(rank, world_size, port, other_port):
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    def refusal(fn):
+        try:
+            fn()
+        except dm.StaleStateError as error:
+            return "'base'" in str(error)
+        return None
+
+    states, totals = [], []
+    for place in (port, other_port):
+        begin(rank, world_size, place)
+        state = dm.init_parallel_state(dp_size=2, dp_shard_size=2)
+        states.append(state)
+        x = dm.distribute(np.arange(4.0), dm.P("dp_shard"))
+        totals.append(dm.to_numpy(x + x).tolist())
+        totals.append(dm.ops.all_reduce(torch.ones(1), "dp").item())
+        if len(states) == 1:
+            dist.destroy_process_group()
+            stale = [
+                refusal(lambda: dm.ops.all_reduce(torch.ones(1), "dp", state=states[0])),
+                refusal(lambda: states[0].mesh),
+                refusal(lambda: dm.shard_map(torch.neg, dm.P(), dm.P(), state=states[0])(torch.ones(1))),
+                refusal(lambda: dm.host.barrier(state=states[0])),
+            ]
+    fresh = states[0] is not states[1]
+    sizes = states[0].size("dp")
+    dm.clear_parallel_state()
+    dist.destroy_process_group()
+    return totals, stale, fresh, sizes
+
+
+def test_a_world_begun_again_builds_fresh_states_and_old_ones_are_refused_where_used():
+    for totals, stale, fresh, size in started(recreating, 2, free_port()):
+        assert totals == [[0.0, 2.0, 4.0, 6.0], 2.0] * 2
+        assert stale == [True] * 4
+        assert fresh
+        assert size == 2
+
+
+def same_store(rank, world_size, port):
+    import torch
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    totals, names = [], []
+    for life in range(3):
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"life{life}", store), rank=rank, world_size=world_size)
+        state = dm.init_parallel_state(spec=dm.TopologySpec({"a": world_size}))
+        totals.append(dm.ops.all_reduce(torch.ones(1), "a").item())
+        names.append(state.group("a").group_name)
+        dm.clear_parallel_state()
+        dist.destroy_process_group()
+    return totals
+
+
+def test_lives_on_one_store_do_not_meet_each_others_addresses():
+    assert started(same_store, 2) == [[2.0] * 3] * 2
+
+
+def alone():
+    import numpy as np
+    import torch
+
+    with dm.session(backend="torch") as session:
+        state = dm.init_parallel_state(dp_size=1)
+        lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x * x, "dp"), dm.P("dp"), dm.P("dp"))
+        x = torch.arange(3.0, requires_grad=True)
+        lifted(x).sum().backward()
+        found = [session.world_size, state.mesh.size(), dm.to_numpy(lifted(np.arange(3.0))).tolist(), x.grad.tolist()]
+    return found
+
+
+def test_one_process_without_a_launcher_is_a_world_of_one():
+    assert torch_pool.run(alone, [()]) == [[1, 1, [0.0, 1.0, 4.0], [0.0, 2.0, 4.0]]]
+
+
+def without_jax():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.modules['jax'] = None; import dualmesh_torch, dualmesh as dm\n"
+        "with dm.session(backend='torch'): dm.init_parallel_state(dp_size=1)\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib')))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_the_backend_works_without_jax():
+    assert without_jax() == "['jax']"
