@@ -1,13 +1,13 @@
 """Mixed-radix layouts: how an axis reads its index out of a rank, in closed form.
 
-Names, sizes from users and their validation do not belong here; they are in `spec` and `topology`.
+Names, sizes from users and their validation do not belong here; they are in `spec` and `resolution`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import isqrt, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from dualmesh.lazy import np
@@ -57,7 +57,7 @@ class Layout:
 
     @classmethod
     def joined(cls, layouts: Iterable["Layout"]) -> "Layout":
-        """Read several layouts as one, the first slowest. *Pure.*"""
+        """Read several layouts, which must not clash, as one, the first slowest. *Pure.*"""
         return cls.of(digit for layout in layouts for digit in layout.digits)
 
     def index(self, rank: int) -> int:
@@ -77,11 +77,10 @@ class Layout:
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """Return the group of a rank in index order, `size` ranks. *Pure.*"""
-        first = rank - self.offset(self.index(rank))
-        offsets = [0]
+        group = [rank - self.offset(self.index(rank))]
         for size, stride in self.digits:
-            offsets = [offset + step for offset in offsets for step in range(0, size * stride, stride)]
-        return tuple(first + offset for offset in offsets)
+            group = [first + step for first in group for step in range(0, size * stride, stride)]
+        return tuple(group)
 
     def member(self, rank: int, index: int) -> int:
         """Return the rank at `index` in the group of `rank`. *Pure.*"""
@@ -93,7 +92,7 @@ class Layout:
         return tuple(sorted(self.digits, key=lambda digit: digit.stride))
 
     def complement(self, world_size: int) -> "Layout":
-        """Return the layout of the digits that this one leaves out of a world, which must be disjoint. *Pure.*"""
+        """Return the layout of all digits of a world that this one leaves out. *Pure.*"""
         rest: list[Digit] = []
         covered = 1
         for size, stride in self.ascending:
@@ -102,16 +101,19 @@ class Layout:
         rest.append(Digit(world_size // covered, covered))
         return Layout.of(reversed(rest))
 
-    def offsets(self) -> "NDArray[np.int64]":
-        """Return the offset of every index as an array of shape (size,). *Pure.*"""
-        offsets = np.zeros(1, dtype=np.int64)
+    def offsets(self, first: int = 0) -> "NDArray[np.int64]":
+        """Return `first` plus the offset of every index, shape (size,). *Pure.*"""
+        offsets = np.full(1, first, dtype=np.int64)
         for size, stride in self.digits:
-            offsets = np.add.outer(offsets, np.arange(size, dtype=np.int64) * stride).reshape(-1)
+            offsets = np.add.outer(offsets, np.arange(0, size * stride, stride, dtype=np.int64)).reshape(-1)
         return offsets
 
-    def partition(self, world_size: int) -> "NDArray[np.int64]":
-        """Return all groups, shape (world_size // size, size), ordered by first rank. *Pure.*"""
-        return np.add.outer(self.complement(world_size).offsets(), self.offsets())
+    def partition(self, world_size: int, first: int = 0) -> "NDArray[np.int64]":
+        """Return all groups of ranks first..first+world_size-1, shape (world_size // size, size). *Pure.*
+
+        Groups are ordered by their first rank, ranks by their index.
+        """
+        return np.add.outer(self.complement(world_size).offsets(first), self.offsets())
 
 
 def row_major(sizes: Sequence[int]) -> list[Layout]:
@@ -124,11 +126,25 @@ def row_major(sizes: Sequence[int]) -> list[Layout]:
     return layouts[::-1]
 
 
+def clash(layouts: Sequence[Layout]) -> tuple[int, int] | None:
+    """Return the positions of two layouts that cannot be read as one, in rising order, or None. *Pure.*
+
+    Digits combine when they can be ordered so that each ends where, or at a divisor of where, the next starts.
+    Others share ranks: with `rank % 2` beside `rank // 3 % 2` two ranks of one group would have one index.
+
+    >>> clash([Layout.of([Digit(2, 1)]), Layout.of([Digit(2, 2)]), Layout.of([Digit(4, 1)])])
+    (0, 2)
+    """
+    owners = [(digit.stride, digit.size, owner) for owner, layout in enumerate(layouts) for digit in layout.digits]
+    for (stride, size, owner), (above, _, other) in pairwise(sorted(owners)):
+        if above % (stride * size):
+            return min(owner, other), max(owner, other)
+    return None
+
+
 def overlap(first: Layout, second: Layout) -> bool:
-    """Tell whether two layouts read a common digit of the rank, so that they cannot be joined. *Pure.*"""
-    return any(
-        a.stride < b.stride * b.size and b.stride < a.stride * a.size for a in first.digits for b in second.digits
-    )
+    """Tell whether two layouts cannot be read as one. *Pure.*"""
+    return clash((first, second)) is not None
 
 
 def refactored(whole: Layout, sizes: Sequence[int]) -> list[Layout] | None:
@@ -145,20 +161,40 @@ def refactored(whole: Layout, sizes: Sequence[int]) -> list[Layout] | None:
     for size in reversed(sizes):
         digits: list[Digit] = []
         while size > 1:
-            digit = remaining.pop()
-            if digit.size <= size:
-                if size % digit.size:
-                    return None
-                digits.insert(0, digit)
-                size //= digit.size
-            else:
-                if digit.size % size:
-                    return None
-                digits.insert(0, Digit(size, digit.stride))
-                remaining.append(Digit(digit.size // size, digit.stride * size))
-                size = 1
-        layouts.append(Layout.of(digits))
+            whole_digit = remaining.pop()
+            low = Digit(min(whole_digit.size, size), whole_digit.stride)
+            if size % low.size or whole_digit.size % low.size:
+                return None
+            if whole_digit.size > low.size:
+                remaining.append(Digit(whole_digit.size // low.size, low.stride * low.size))
+            digits.append(low)
+            size //= low.size
+        layouts.append(Layout.of(reversed(digits)))
     return layouts[::-1]
+
+
+def cuts(whole: Layout) -> list[int]:
+    """Return the sizes at which a layout can be cut, counted from its fastest position, rising. *Pure.*
+
+    >>> cuts(Layout.of([Digit(3, 8), Digit(4, 1)]))
+    [1, 2, 4, 12]
+    """
+    found: list[int] = []
+    below = 1
+    for digit in reversed(whole.digits):
+        found += [below * divisor for divisor in divisors(digit.size)[:-1]]
+        below *= digit.size
+    return [*found, below]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number, rising. *Pure.*
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return low + [number // divisor for divisor in reversed(low) if divisor * divisor != number]
 
 
 def refinement(layouts: Iterable[Layout], world_size: int) -> tuple[Digit, ...] | None:
@@ -170,15 +206,14 @@ def refinement(layouts: Iterable[Layout], world_size: int) -> tuple[Digit, ...] 
     >>> refinement([Layout.of([Digit(2, 2)]), Layout.of([Digit(4, 1)])], 4)
     (Digit(size=2, stride=2), Digit(size=2, stride=1))
     """
-    cuts = {1, world_size}
+    edges = {1, world_size}
     for layout in layouts:
         for size, stride in layout.digits:
-            cuts |= {stride, size * stride}
-    chain = sorted(cuts)
-    atoms = [Digit(high // low, low) for low, high in pairwise(chain)]
+            edges |= {stride, size * stride}
+    chain = sorted(edges)
     if any(high % low for low, high in pairwise(chain)):
         return None
-    return tuple(reversed(atoms))
+    return tuple(Digit(high // low, low) for low, high in reversed(list(pairwise(chain))))
 
 
 def on_grid(layout: Layout, grid: Sequence[Digit]) -> tuple[int, ...] | None:

@@ -134,7 +134,7 @@ def array_mesh(topology: Topology, specs: Iterable[P]) -> tuple[Digit, ...]:
     mesh = refinement(layouts, topology.world_size)
     if mesh is None:
         raise ShardingError(
-            f"Array mesh: {listed(specs)} cut the {topology.world_size} ranks of {topology} at places that do not "
+            f"Array mesh: {listed(specs)} cut the {topology.world_size} ranks of {topology!r} at places that do not "
             f"divide each other, so no mesh has them all. Use one mesh per view, and keep their arrays apart.",
             specs=tuple(specs),
         )

@@ -59,8 +59,8 @@ class Placed:
         ranks, size = self.ranks, self.topology.world_size
         if ranks is not None and (len(ranks) != size or len(set(ranks)) != size):
             raise RankError(
-                f"{self.topology} was placed on the ranks {listed(ranks)}: {counted(len(set(ranks)), 'different rank')}"
-                f" for {counted(size, 'place')}. Give one rank per place.",
+                f"{self.topology!r} was placed on the ranks {listed(ranks)}: "
+                f"{counted(len(set(ranks)), 'different rank')} for {counted(size, 'place')}. Give one rank per place.",
                 ranks=ranks,
             )
 

@@ -5,11 +5,12 @@ What is declared is in `spec`, the algebra in `layout`, the answers about ranks 
 
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, SpecError, counted, did_you_mean, listed
-from dualmesh.layout import Layout, overlap, refactored, row_major
+from dualmesh.layout import Layout, clash, cuts, divisors, refactored, row_major
 
 if TYPE_CHECKING:
     from dualmesh.spec import TopologySpec, View
@@ -18,9 +19,15 @@ ROLES = ("data", "params", "loss", "sequence", "replicate")
 
 Sizes = tuple[tuple[str, int], ...]
 
+_SHOWN = 50
+"""Problems written in one message; `problems` of the error has all of them."""
+
+_COMPARED = 1000
+"""Names up to which a wrong one is answered with the closest: comparing it with ten thousand takes a second."""
+
 
 class Fit(NamedTuple):
-    """A spec's sizes with -1 filled in, and the digits of every axis, all in declared order."""
+    """A spec's sizes with -1 filled in, and the digits of every axis: base, views, combined, then "world"."""
 
     base: Sizes
     views: dict[str, Sizes]
@@ -60,87 +67,188 @@ def fit(spec: "TopologySpec", world_size: int) -> Fit:
         SpecError: The spec does not fit; `problems` lists every reason.
     """
     world_size = positive("TopologySpec.resolve", "world_size", world_size)
-    problems = _name_problems(spec)
-    offset = whole(spec.rank_offset)
-    if offset is None or offset < 0:
-        problems.append(f"rank_offset is {spec.rank_offset!r}. It must be an integer of at least 0.")
-    base = _sizes(spec.base, world_size, f"the world has {counted(world_size, 'rank')}", problems)
-    _refuse(problems)
-    layouts = dict(zip(dict(base), row_major([size for _, size in base]), strict=True))
-    views = {name: _view(name, view, layouts, problems) for name, view in spec.named_views}
-    for name, members in spec.combinations:
-        joined = _joined(f"combined axis {name!r}", members, layouts, problems)
-        if joined is not None:
-            layouts[name] = joined
-    layouts.setdefault("world", Layout.joined(layouts[name] for name, _ in base))
-    for part, members in spec.parts:
-        if part not in ROLES:
-            problems.append(f"role {part!r} is unknown. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}")
-        _joined(f"role {part!r}", members, layouts, problems)
-    _refuse(problems)
-    return Fit(base, views, offset or 0, layouts)
+    fitting = _Fitting()
+    fitting.check_names(spec)
+    offset = fitting.offset(spec.rank_offset)
+    base = fitting.base(spec.base, world_size)
+    waiting = fitting.combine(spec.combinations, finally_=False)
+    views = {name: fitting.view(name, view) for name, view in spec.named_views}
+    fitting.combine(waiting, finally_=True)
+    fitting.world([name for name, _ in spec.base])
+    fitting.check_roles(spec.parts)
+    refuse("Topology", fitting.problems)
+    order = [name for name, _ in base]
+    order += [axis for sizes in views.values() for axis, _ in sizes]
+    order += [name for name, _ in spec.combinations]
+    layouts = {name: layout for name in [*order, "world"] if (layout := fitting.layouts[name]) is not None}
+    return Fit(base, views, offset, layouts)
 
 
-def _refuse(problems: Sequence[str]) -> None:
-    if len(problems) == 1:
-        raise SpecError(f"Topology: {problems[0]}", problems=tuple(problems))
-    if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise SpecError(f"Topology: {len(problems)} problems.\n{lines}", problems=tuple(problems))
+def refuse(where: str, problems: Sequence[str], **values: Any) -> None:
+    """Raise all problems as one error; without any, do nothing. *Pure.*
+
+    Raises:
+        SpecError: There are problems; `problems` has them all.
+    """
+    if not problems:
+        return
+    text = problems[0]
+    if len(problems) > 1:
+        shown = [*problems[:_SHOWN]]
+        shown += [f"and {len(problems) - _SHOWN} more; the error's `problems` has all."] if problems[_SHOWN:] else []
+        text = f"{len(problems)} problems.\n" + "\n".join(f"  - {problem}" for problem in shown)
+    raise SpecError(f"{where}: {text}", problems=tuple(problems), **values)
 
 
-def _name_problems(spec: "TopologySpec") -> list[str]:
-    kinds = [("axis", name) for name, _ in spec.base]
-    kinds += [(f"axis of view {view_name!r}", name) for view_name, view in spec.named_views for name, _ in view.sizes]
-    kinds += [("combined axis", name) for name, _ in spec.combinations]
-    problems = [] if spec.base else ["no axes are declared. Name at least one, for example {'dp': -1}."]
-    seen: dict[object, str] = {}
-    for kind, name in kinds:
-        if not isinstance(name, str) or not name:
-            problems.append(f"{kind} {name!r} is no name. Names are non-empty strings.")
-        elif name in seen:
-            problems.append(f"the name {name!r} is taken twice ({seen[name]} and {kind}). Rename one.")
-        elif name == "world" and kind != "combined axis":
-            problems.append("the name 'world' is kept for all ranks. Rename that axis.")
-        seen[name] = kind
-    return problems
+class _Fitting:
+    """What is known so far while a spec is fitted: problems found, and layouts (None: the axis has a problem)."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.layouts: dict[str, Layout | None] = {}
+
+    # -- names and plain values ------------------------------------------------------------------------------------
+
+    def check_names(self, spec: "TopologySpec") -> None:
+        if not spec.base:
+            self.problems.append("no axes are declared. Name at least one, for example {'dp': -1}.")
+        kinds = [("axis", name) for name, _ in spec.base]
+        kinds += [(f"axis of view {view!r}", name) for view, axes in spec.named_views for name, _ in axes.sizes]
+        kinds += [("combined axis", name) for name, _ in spec.combinations]
+        seen: dict[object, str] = {}
+        for kind, name in kinds:
+            if not isinstance(name, str) or not name:
+                self.problems.append(f"{kind} {name!r} is no name. Names are non-empty strings.")
+            elif name in seen:
+                self.problems.append(f"the name {name!r} is taken twice ({seen[name]} and {kind}). Rename one.")
+            elif name == "world" and kind != "combined axis":
+                self.problems.append(f"{kind} 'world': the name is kept for all ranks. Rename that axis.")
+            seen.setdefault(name, kind)
+
+    def offset(self, value: Any) -> int:
+        number = whole(value)
+        if number is None or number < 0:
+            self.problems.append(f"rank_offset is {value!r}. It must be an integer of at least 0.")
+        return number or 0
+
+    def check_roles(self, parts: Sequence[tuple[str, tuple[str, ...]]]) -> None:
+        for part, members in parts:
+            if part not in ROLES:
+                self.problems.append(f"role {part!r} is unknown. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}")
+            self._joined(f"role {part!r}", members)
+
+    # -- axes ------------------------------------------------------------------------------------------------------
+
+    def base(self, pairs: Sequence[tuple[str, Any]], world_size: int) -> Sizes:
+        sizes = self._sizes(pairs, world_size, f"the world has {counted(world_size, 'rank')}", "")
+        layouts = row_major([size for _, size in sizes]) if sizes else [None] * len(pairs)
+        self.layouts.update(zip((name for name, _ in pairs), layouts, strict=True))
+        return sizes
+
+    def view(self, name: str, view: "View") -> Sizes:
+        if not view.sizes:
+            self.problems.append(
+                f"view {name!r} has no axes. Name at least one, for example {{'ep_fsdp': -1, 'ep': 2}}."
+            )
+        spanned = self._joined(f"view {name!r}", view.over)
+        over = " x ".join(map(str, view.over))
+        total = spanned.size if spanned else None
+        found = f"view {name!r} is over {over}, which has {counted(total or 0, 'position')}"
+        sizes = self._sizes(view.sizes, total, found, f"view {name!r}: ")
+        layouts = refactored(spanned, [size for _, size in sizes]) if spanned and sizes else None
+        if spanned and sizes and layouts is None:
+            self.problems.append(_cut_problem(name, over, spanned, sizes))
+        self.layouts.update({axis: None for axis, _ in view.sizes})
+        self.layouts.update(zip((axis for axis, _ in sizes), layouts or (), strict=False))
+        return sizes
+
+    def combine(
+        self, combinations: Sequence[tuple[str, tuple[str, ...]]], *, finally_: bool
+    ) -> list[tuple[str, tuple[str, ...]]]:
+        """Join combined axes; before the views are known, those that name something unknown wait."""
+        waiting = []
+        for name, members in combinations:
+            if finally_ or all(isinstance(member, str) and member in self.layouts for member in members):
+                self.layouts[name] = self._joined(f"combined axis {name!r}", members)
+            else:
+                waiting.append((name, members))
+        return waiting
+
+    def world(self, base_axes: Sequence[str]) -> None:
+        known = [layout for name in base_axes if (layout := self.layouts.get(name)) is not None]
+        everything = Layout.joined(known)
+        declared = self.layouts.setdefault("world", everything)
+        if len(known) == len(base_axes) and declared not in (None, everything):
+            self.problems.append(
+                f"combined axis 'world' is not all axes in their order, which is what the name is kept for. Leave it "
+                f"out, or rename it. Axes: {listed(base_axes)}."
+            )
+
+    # -- what they are made of -------------------------------------------------------------------------------------
+
+    def _sizes(self, pairs: Sequence[tuple[str, Any]], total: int | None, found: str, where: str) -> Sizes:
+        """Fill in -1 so that the sizes multiply to `total` (None: not known, check the values alone)."""
+        sizes = [(name, whole(size)) for name, size in pairs]
+        wrong = [(name, size) for (name, number), (_, size) in zip(sizes, pairs, strict=True) if not _is_size(number)]
+        self.problems += [
+            f"{where}{name}={size!r} is no size. Sizes are positive integers, or one -1 to infer."
+            for name, size in wrong
+        ]
+        open_axes = [name for name, size in sizes if size == -1]
+        if len(open_axes) > 1:
+            self.problems.append(
+                f"{where}{listed(open_axes)} are all -1. Only one axis can be inferred: give the others a size."
+            )
+        if wrong or len(open_axes) > 1 or not pairs or total is None:
+            return ()
+        known = tuple((name, size) for name, size in sizes if size is not None and size != -1)
+        product = prod(size for _, size in known)
+        if not open_axes and product != total:
+            self.problems.append(_product_problem(known, product, total, found))
+            return ()
+        if open_axes and total % product:
+            self.problems.append(
+                f"{_factors(known)} to {product}, which does not divide: {found}. {open_axes[0]}=-1 needs the others "
+                f"to multiply to a divisor of {total}: {listed(divisors(total))}."
+            )
+            return ()
+        return tuple((name, total // product if size == -1 or size is None else size) for name, size in sizes)
+
+    def _joined(self, what: str, members: Sequence[str]) -> Layout | None:
+        """Join the layouts of axes declared so far, or add what is wrong to the problems."""
+        unknown = [name for name in members if not isinstance(name, str) or name not in self.layouts]
+        if unknown:
+            are = "axis" if len(unknown) == 1 else "axes"
+            self.problems.append(
+                f"{what} names the {are} {listed(map(repr, unknown))}, not declared (before it). "
+                f"Axes: {listed(self.layouts)}.{self._hint(unknown[0])}"
+            )
+            return None
+        layouts = [layout for name in members if (layout := self.layouts[name]) is not None]
+        if len(layouts) < len(members):
+            return None
+        clashing = clash(layouts)
+        if clashing is not None:
+            first, second = (members[place] for place in clashing)
+            self.problems.append(f"{what} names {first!r} and {second!r}, which share ranks. Name axes that cross.")
+            return None
+        return Layout.joined(layouts)
+
+    def _hint(self, name: object) -> str:
+        return did_you_mean(name, self.layouts) if len(self.layouts) <= _COMPARED else ""
 
 
-def _sizes(pairs: Sequence[tuple[str, Any]], total: int, found: str, problems: list[str]) -> Sizes:
-    """Fill in -1 so that the sizes multiply to `total`."""
-    sizes = {name: whole(size) for name, size in pairs}
-    bad = [name for name, size in sizes.items() if size is None or (size < 1 and size != -1)]
-    given = dict(pairs)
-    problems += [f"{name}={given[name]!r} is no size. Sizes are positive integers, or one -1 to infer." for name in bad]
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        problems.append(f"{listed(open_axes)} are all -1. Only one axis can be inferred: give the others a size.")
-    if bad or len(open_axes) > 1 or not pairs:
-        return ()
-    known = {name: size for name, size in sizes.items() if size is not None and size != -1}
-    product = prod(known.values())
-    if not open_axes and product != total:
-        problems.append(_product_problem(known, product, total, found))
-    elif open_axes and total % product:
-        problems.append(
-            f"{_factors(known)} to {product}, which does not divide: {found}. {open_axes[0]}=-1 needs the others to "
-            f"multiply to a divisor of {total}: {_divisors(total)}."
-        )
-    else:
-        return tuple((name, known.get(name, total // product)) for name in sizes)
-    return ()
+def _is_size(number: int | None) -> bool:
+    return number is not None and (number >= 1 or number == -1)
 
 
-def _factors(sizes: dict[str, int]) -> str:
-    return f"{', '.join(f'{name}={size}' for name, size in sizes.items())} multiply"
+def _factors(sizes: Sizes) -> str:
+    verb = "multiplies" if len(sizes) == 1 else "multiply"
+    return f"{listed(f'{name}={size}' for name, size in sizes)} {verb}" if sizes else "no sizes multiply"
 
 
-def _divisors(number: int) -> str:
-    return listed(n for n in range(1, min(number, 4096) + 1) if number % n == 0)
-
-
-def _product_problem(sizes: dict[str, int], product: int, total: int, found: str) -> str:
-    fits = [f"{name}={total * size // product}" for name, size in sizes.items() if total * size % product == 0]
+def _product_problem(sizes: Sizes, product: int, total: int, found: str) -> str:
+    fits = [f"{name}={total * size // product}" for name, size in sizes if total * size % product == 0]
     advice = f"What would fit, one changed: {listed(fits)}." if fits else "No single axis can be changed to fit."
     return (
         f"{_factors(sizes)} to {product}, but {found}. Sizes must multiply to {total}: give one axis -1 to infer it. "
@@ -148,41 +256,19 @@ def _product_problem(sizes: dict[str, int], product: int, total: int, found: str
     )
 
 
-def _view(name: str, view: "View", layouts: dict[str, Layout], problems: list[str]) -> Sizes:
-    """Add the axes of a view to the layouts and return its sizes with -1 filled in."""
-    spanned = _joined(f"view {name!r}", view.over, layouts, problems)
-    if spanned is None:
-        return ()
-    over = " x ".join(view.over)
-    found = f"view {name!r} is over {over}, which has {counted(spanned.size, 'position')}"
-    sizes = _sizes(view.sizes, spanned.size, found, problems)
-    axes = refactored(spanned, [size for _, size in sizes]) if sizes else []
-    if axes is None:
-        cut = ", ".join(f"{axis}={layouts[axis].size}" for axis in view.over)
-        problems.append(
-            f"view {name!r}: {_factors(dict(sizes))} to {spanned.size} over {over}, but they cut its axes ({cut}) at "
-            f"places that do not divide. Products of the sizes, counted from the innermost, must divide or be "
-            f"multiples of products of the axes, counted from the innermost."
+def _cut_problem(name: str, over: str, spanned: Layout, sizes: Sizes) -> str:
+    allowed = cuts(spanned)
+    ends = list(
+        zip(
+            (axis for axis, _ in reversed(sizes)),
+            accumulate((size for _, size in reversed(sizes)), operator.mul),
+            strict=True,
         )
-        return ()
-    layouts.update(zip((axis for axis, _ in sizes), axes, strict=True))
-    return sizes
-
-
-def _joined(what: str, members: Sequence[str], layouts: dict[str, Layout], problems: list[str]) -> Layout | None:
-    """Join the layouts of axes declared so far, or add what is wrong to the problems."""
-    unknown = [name for name in members if name not in layouts]
-    for name in unknown:
-        problems.append(
-            f"{what} names the axis {name!r}, which is not declared (before it). "
-            f"Axes: {listed(layouts)}.{did_you_mean(name, layouts)}"
-        )
-    if unknown:
-        return None
-    found = [layouts[name] for name in members]
-    for later, layout in enumerate(found):
-        for earlier in range(later):
-            if overlap(found[earlier], layout):
-                problems.append(f"{what} names {members[earlier]!r} and {members[later]!r}, which share ranks.")
-                return None
-    return Layout.joined(found)
+    )
+    axis, end = next((axis, end) for axis, end in ends if end not in allowed)
+    grid = " x ".join(str(digit.size) for digit in spanned.digits)
+    return (
+        f"view {name!r}: {_factors(sizes)} to {spanned.size} over {over}, but {axis}={dict(sizes)[axis]} ends at "
+        f"{end}, where the ranks ({grid}) cannot be cut. Sizes multiplied from the innermost must each give one of: "
+        f"{listed(allowed)}."
+    )

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualmesh import notation
 from dualmesh.errors import SpecError, did_you_mean, listed
-from dualmesh.resolution import fit
+from dualmesh.resolution import fit, whole
 from dualmesh.topology import Topology
 
 
@@ -29,7 +30,15 @@ class View:
 
     def __init__(self, over: Iterable[str] | str, axes: Mapping[str, int]) -> None:
         object.__setattr__(self, "over", names_of(over))
-        object.__setattr__(self, "sizes", pairs_of("View axes", axes))
+        object.__setattr__(self, "sizes", sizes_of("View axes", axes))
+
+    @classmethod
+    def of(cls, name: str, view: Any) -> "View":
+        """Return a view, or plain data with the keys `over` and `axes` as one. *Pure.*"""
+        if isinstance(view, cls):
+            return view
+        check_keys(f"Topology: view {name!r}", view, ("over", "axes"), required=True)
+        return cls(view["over"], view["axes"])
 
     @property
     def axes(self) -> dict[str, int]:
@@ -46,8 +55,8 @@ class TopologySpec:
 
     Args:
         axes: Base axes and their sizes, outermost first (the last varies fastest); one may be -1.
-        combined: Names for several axes read as one, first = slowest.
-        views: Second factorisations of the ranks of some base axes.
+        combined: Names for several axes read as one, first = slowest; of axes declared before, or of views.
+        views: Second factorisations of the ranks of some axes.
         roles: Which axes play which part: "data" (data loading), "params" (parameter sharding), "loss" (loss and
             gradient reduction), "sequence" (sequence parallelism), "replicate" (parameter replication).
         rank_offset: The first rank of the grid.
@@ -67,17 +76,17 @@ class TopologySpec:
         self,
         axes: Mapping[str, int],
         combined: Mapping[str, Iterable[str] | str] | None = None,
-        views: Mapping[str, View] | None = None,
+        views: Mapping[str, "View | Mapping[str, Any]"] | None = None,
         roles: Mapping[str, Iterable[str] | str] | None = None,
         *,
         rank_offset: int = 0,
     ) -> None:
         set_field = object.__setattr__
-        set_field(self, "base", pairs_of("axes", axes))
+        set_field(self, "base", sizes_of("axes", axes))
         set_field(self, "combinations", tuple((n, names_of(m)) for n, m in pairs_of("combined", combined or {})))
-        set_field(self, "named_views", pairs_of("views", views or {}))
+        set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in pairs_of("views", views or {})))
         set_field(self, "parts", tuple((n, names_of(m)) for n, m in pairs_of("roles", roles or {})))
-        set_field(self, "rank_offset", rank_offset)
+        set_field(self, "rank_offset", plain(rank_offset))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -134,17 +143,33 @@ class TopologySpec:
         check_keys("TopologySpec.from_dict", data, known)
         if "axes" not in data:
             raise SpecError(f"TopologySpec.from_dict: 'axes' is missing. Keys found: {listed(data)}.", keys=tuple(data))
-        views = {}
-        for name, view in pairs_of("views", data.get("views", {})):
-            check_keys(f"TopologySpec.from_dict: view {name!r}", view, ("over", "axes"), required=True)
-            views[name] = View(view["over"], view["axes"])
         return cls(
             data["axes"],
             data.get("combined"),
-            views,
+            data.get("views"),
             data.get("roles"),
             rank_offset=data.get("rank_offset", 0),
         )
+
+    def to_text(self) -> str:
+        """Return the spec in one line that `from_text` reads back; the form is described in `notation`. *Pure.*
+
+        >>> TopologySpec({"dp": -1, "tp": 2}, roles={"data": "dp"}).to_text()
+        'dp* tp2 | @data = dp'
+        """
+        return notation.written(self.to_dict())
+
+    @classmethod
+    def from_text(cls, text: str) -> "TopologySpec":
+        """Build a spec from its compact text. *Pure.*
+
+        Raises:
+            SpecError: The text does not follow the notation; the message shows where.
+
+        >>> TopologySpec.from_text("pp2 dp4 tp2 | expert: ep_fsdp2 ep4").resolve(16).partition("ep").tolist()[0]
+        [0, 1, 2, 3]
+        """
+        return cls.from_dict(notation.read(text))
 
     def __repr__(self) -> str:
         parts = [repr(self.axes)]
@@ -161,6 +186,17 @@ def pairs_of(what: str, mapping: Any) -> tuple[tuple[str, Any], ...]:
         found = type(mapping).__name__
         raise SpecError(f"Topology: {what} must map names to values, found {found} {mapping!r}.", found=mapping)
     return tuple(mapping.items())
+
+
+def plain(number: Any) -> Any:
+    """Return any integer type as an int, everything else as it is. *Pure.*"""
+    found = whole(number)
+    return number if found is None else found
+
+
+def sizes_of(what: str, axes: Any) -> tuple[tuple[str, Any], ...]:
+    """Return names with sizes, integers of any type as ints; others are refused when resolved. *Pure.*"""
+    return tuple((name, plain(size)) for name, size in pairs_of(what, axes))
 
 
 def names_of(names: Any) -> tuple[str, ...]:

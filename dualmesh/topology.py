@@ -8,9 +8,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from dualmesh.differences import differences
+from dualmesh.drawing import drawn
 from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
-from dualmesh.layout import Layout, overlap
-from dualmesh.resolution import ROLES
+from dualmesh.layout import Layout, clash
+from dualmesh.resolution import ROLES, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,13 +59,28 @@ class Topology:
     def __hash__(self) -> int:
         return self._hash
 
+    def __copy__(self) -> "Topology":
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Topology":
+        return self
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"Topology is frozen: {name} cannot be deleted.")
+
     def __reduce__(self) -> tuple[object, ...]:
         return _resolved_again, (self.spec, self.world_size)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        offset = f", rank_offset={self.rank_offset}" if self.rank_offset else ""
-        return f"Topology({sizes}, world_size={self.world_size}{offset})"
+        parts = [listed(f"{name}={size}" for name, size in self.sizes.items())]
+        for name, view in self.spec.named_views:
+            parts.append(f"{name}=({', '.join(f'{axis}={size}' for axis, size in view.sizes)})")
+        parts.append(f"world_size={self.world_size}")
+        parts += [f"rank_offset={self.rank_offset}"] if self.rank_offset else []
+        return f"Topology({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        return drawn(self)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -111,10 +128,28 @@ class Topology:
         position = self.position(rank)
         return {name: self.layouts[name].index(position) for name in self.base_axes}
 
+    def member(self, axis: Axis, rank: int, index: int) -> int:
+        """Return the rank at `index` in the group of `rank`. *Pure.*
+
+        Raises:
+            RankError: The index is outside the axis.
+        """
+        layout = self.layout(axis)
+        if not 0 <= index < layout.size:
+            raise RankError(
+                f"Topology: axis {axis!r} has no index {index!r}. Indices: 0..{layout.size - 1}.",
+                axis=axis,
+                index=index,
+            )
+        return layout.member(self.position(rank), index) + self.rank_offset
+
     def partition(self, axis: Axis) -> "NDArray[np.int64]":
         """Return all groups of an axis, shape (n_groups, size), ordered by their first rank. *Pure.*"""
-        groups = self.layout(axis).partition(self.world_size)
-        return groups + self.rank_offset if self.rank_offset else groups
+        return self.layout(axis).partition(self.world_size, self.rank_offset)
+
+    def has_rank(self, rank: int) -> bool:
+        """Tell whether a rank is in this world. *Pure.*"""
+        return 0 <= rank - self.rank_offset < self.world_size
 
     def position(self, rank: int) -> int:
         """Return a rank's place in the grid, `rank - rank_offset`. *Pure.*
@@ -122,15 +157,26 @@ class Topology:
         Raises:
             RankError: The rank is not in this world.
         """
-        position = rank - self.rank_offset
-        if 0 <= position < self.world_size:
-            return position
+        number = rank if type(rank) is int else whole(rank)
+        if number is not None and 0 <= number - self.rank_offset < self.world_size:
+            return number - self.rank_offset
         last = self.rank_offset + self.world_size - 1
         raise RankError(
-            f"Topology: rank {rank} is not in its world. Ranks: {self.rank_offset}..{last}.",
+            f"Topology: rank {rank!r} is not in its world. Ranks: {self.rank_offset}..{last}.",
             rank=rank,
             world_size=self.world_size,
         )
+
+    def diff(self, other: "Topology") -> str:
+        """Say what differs between this topology and another, line by line, or that nothing does. *Pure.*
+
+        >>> import dualmesh as dm
+        >>> small = dm.TopologySpec({"dp": 4, "tp": 2}).resolve(8)
+        >>> print(small.diff(dm.TopologySpec({"dp": 8, "tp": 2}).resolve(16)))
+        world_size: 8 -> 16
+        dp: size 4 -> 8
+        """
+        return differences(self, other)
 
     def role(self, part: str) -> tuple[str, ...]:
         """Return the axes that play a part (data, params, loss, sequence, replicate). *Pure.*
@@ -159,14 +205,14 @@ def combined_layout(topology: Topology, axes: tuple[str, ...]) -> Layout:
         SpecError: They share ranks.
     """
     layouts = [topology.layout(name) for name in axes]
-    for later, layout in enumerate(layouts):
-        for earlier in range(later):
-            if overlap(layouts[earlier], layout):
-                raise SpecError(
-                    f"Topology: axes {axes[earlier]!r} and {axes[later]!r} of {axes!r} share ranks, so they do not "
-                    f"combine. Name axes that cross.",
-                    axes=axes,
-                )
+    clashing = clash(layouts)
+    if clashing is not None:
+        first, second = (axes[place] for place in clashing)
+        raise SpecError(
+            f"Topology: axes {first!r} and {second!r} of {axes!r} share ranks, so they do not combine. Name axes that "
+            f"cross.",
+            axes=axes,
+        )
     return topology.joined.setdefault(axes, Layout.joined(layouts))
 
 

@@ -113,7 +113,7 @@ class MeshBook:
         known.append(own)
         if refusals:
             mesh, reason, cure = refusals[0]
-            text = OWN_MESH.format(asked=topology, others=listed(mesh.topologies), reason=reason, cure=cure)
+            text = OWN_MESH.format(asked=topology, others=listed(map(repr, mesh.topologies)), reason=reason, cure=cure)
             warnings.warn(text, StateWarning, stacklevel=_frames_of_dualmesh())
         return own
 
