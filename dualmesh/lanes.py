@@ -106,6 +106,24 @@ def distinct(topology: Topology, grid_rank: int, places: Sequence[int] | None = 
     return tuple(sorted(found | ({loss} if loss else set())))
 
 
+def everyones(topology: Topology, places: Sequence[int] | None = None) -> tuple[Membership, ...]:
+    """Return the distinct groups of all ranks together, in one order. *Pure*, O(world): for a fallback only."""
+    wanted: dict[Axis, set[Lane]] = {axis: {lane_of(topology, axis)} for axis in topology.axis_names}
+    if "loss" in topology.spec.roles:
+        wanted.setdefault(topology.role("loss"), set()).add("data")
+    firsts = {axis: [int(row[0]) for row in topology.partition(axis)] for axis in wanted}
+    return tuple(
+        sorted(
+            {
+                membership(topology, axis, lane, first, places)
+                for axis, lanes in wanted.items()
+                for lane in lanes
+                for first in firsts[axis]
+            }
+        )
+    )
+
+
 @lru_cache(maxsize=128)
 def _rest_axes(topology: Topology) -> frozenset[str]:
     """The axes of views that hold what is left beside the experts: their parameters are sharded over them."""

@@ -87,6 +87,8 @@ class TorchBackend(Backend):
         states = [TorchState(plan, world, pool) for plan in plans]
         needs = {state: state.planned_keys() for state in states}
         try:
+            if not private.has_member_groups():
+                pool.make_everywhere(key for state in states for key in state.everyones_keys())
             pool.acquire((key for keys in needs.values() for key in keys), self)
             for state, keys in needs.items():
                 state.take(pool.acquire(keys, state))

@@ -15,6 +15,7 @@ from dualmesh_torch.party import Party
 
 Tensor = torch.Tensor
 Pairs = tuple[tuple[int, int], ...]
+Counts = tuple[int, ...]
 
 # Newer versions call them so and warn about the names that 2.11 has.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,7 +98,7 @@ def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
     if not x.numel():
         return found
     sent = x.contiguous()
-    if dist.get_backend(party.group) != "gloo":
+    if not party.is_gloo:
         return _permuted_by_all(sent, found, party, target, source)
     works: list[Any] = []
     if target is not None:
@@ -124,6 +125,31 @@ def _flat(x: Tensor) -> Tensor:
     return carried(x.view(-1))
 
 
+def ragged_all_to_all(
+    x: Tensor, party: Party, *, send_counts: Counts, recv_counts: Counts, rows: int, sent_rows: int
+) -> Tensor:
+    """Send runs of rows, receive runs of rows, then zeros."""
+    width = x[:1].numel() if x.shape[0] else x.new_empty((1, *x.shape[1:])).numel()
+    sent = carried(x[: sum(send_counts)].reshape(-1, width).contiguous())
+    arrived = sent
+    if party.size > 1 and width:
+        arrived = sent.new_empty((sum(recv_counts), sent.shape[1]))
+        dist.all_to_all_single(arrived, sent, list(recv_counts), list(send_counts), group=party.group)
+    found = uncarried(arrived, x.dtype).reshape(-1, *x.shape[1:])
+    padding = x.new_zeros((rows - sum(recv_counts), *x.shape[1:]))
+    return torch.cat([found, padding])
+
+
+def enter(x: Tensor, party: Party) -> Tensor:
+    """Return `x`."""
+    return x.view_as(x)
+
+
+def leave(x: Tensor, party: Party) -> Tensor:
+    """Return the sum: the gradient of `enter`."""
+    return all_reduce(x, party, op="sum")
+
+
 VERBS: dict[str, Callable[..., Tensor]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -132,4 +158,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "broadcast": broadcast,
     "reduce": reduce,
     "permute": permute,
+    "ragged_all_to_all": ragged_all_to_all,
+    "enter": enter,
+    "leave": leave,
 }

@@ -84,6 +84,25 @@ class GroupPool:
                 raise
             return found
 
+    def make_everywhere(self, keys: Iterable[Key]) -> None:
+        """Make groups where torch cannot make them among members alone. *Collective over the world*, keys the same.
+
+        Raises:
+            GroupTimeoutError: Torch cannot keep the order of a list.
+        """
+        for key in sorted(set(keys)):
+            if key in self._groups or self._is_default(key):
+                continue
+            settings = dict(key.options)
+            try:
+                group = private.world_group(
+                    key.ranks, self._timeout(key, settings), key.backend, _native(key, settings)
+                )
+            except RuntimeError as error:
+                raise _unmade(key, self.rank, error) from error
+            if self.rank in key.ranks:
+                self._groups[key] = group
+
     def release(self, user: object, keys: Iterable[Key] | None = None) -> None:
         """Let go of groups (None: of all); those without another user are destroyed. *Local.*"""
         with self._lock:
@@ -122,16 +141,20 @@ class GroupPool:
                 key.ranks, self.rank, name, key.backend, self._timeout(key, settings), _native(key, settings)
             )
         except RuntimeError as error:
-            raise GroupTimeoutError(
-                f"init_parallel_state: the group of ranks {listed(key.ranks)} could not be made on rank {self.rank}: "
-                f"{error}. Every one of these ranks must build the same states, in the same order.",
-                ranks=key.ranks,
-            ) from error
+            raise _unmade(key, self.rank, error) from error
 
     def _timeout(self, key: Key, settings: dict[str, Any]) -> timedelta | None:
         if "timeout_s" in settings:
             return timedelta(seconds=settings["timeout_s"])
         return private.timeout_of(self.default, key.device_type)
+
+
+def _unmade(key: Key, rank: int, error: Exception) -> GroupTimeoutError:
+    return GroupTimeoutError(
+        f"init_parallel_state: the group of ranks {listed(key.ranks)} could not be made on rank {rank}: {error}. Every "
+        f"one of these ranks must build the same states, in the same order.",
+        ranks=key.ranks,
+    )
 
 
 def check_options(options: Options) -> None:

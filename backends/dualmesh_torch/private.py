@@ -39,8 +39,10 @@ def member_group(
 
     Reason: `new_group` sorts, names groups by a count that differs between ranks, and hangs where it differs
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/distributed_c10d.py, `_process_group_name`).
-    Fallback: `world_groups`.
+    Fallback: `world_group`, for the groups that are planned at init, in states over the whole world.
     """
+    if not has_member_groups():
+        raise RuntimeError("this version of torch cannot make groups among their members alone")
     torch_groups: Any = c10d
     world = torch_groups._world  # noqa: SLF001
     default = torch_groups._get_default_group()  # noqa: SLF001
@@ -66,6 +68,19 @@ def member_group(
     finally:
         default.bound_device_id = bound
     world.pg_group_ranks[group] = {member: place for place, member in enumerate(ranks)}
+    return group
+
+
+def world_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, options: Any) -> Group:
+    """Make a group the public way. *Collective over the world, members or not*; ascending lists only.
+
+    Raises:
+        RuntimeError: The list is not ascending: torch would sort it.
+    """
+    if list(ranks) != sorted(ranks):
+        raise RuntimeError(f"this version of torch cannot keep the order of the ranks {list(ranks)}")
+    made: Any = dist.new_group(list(ranks), timeout, backend, options)
+    group: Group = made
     return group
 
 

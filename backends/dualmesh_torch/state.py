@@ -42,7 +42,7 @@ class TorchState(ParallelState):
         self._number = numbered(self)
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
-        self._indices = AxisTable(super()._own_index)
+        self._indices = AxisTable(self._index_for)
         self.meshes = Meshes(self, _suffix(plan, self._owner))
         self.collectives = TorchCollectives(self)
         self.arrays = arrays = TorchArrays(self)
@@ -56,6 +56,10 @@ class TorchState(ParallelState):
         if not self._member:
             return []
         return [self._key(need) for need in lanes.distinct(self.topology, self._place, self.plan.ranks)]
+
+    def everyones_keys(self) -> list[Key]:
+        """Return the groups that all ranks of the state together need from the start. *Pure*, O(world)."""
+        return [self._key(need) for need in lanes.everyones(self.topology, self.plan.ranks)]
 
     def take(self, groups: dict[Key, Group]) -> None:
         """Keep groups that the pool gave, by axis. *Local.*"""
@@ -147,6 +151,11 @@ class TorchState(ParallelState):
 
     def index(self, axis: Axis, rank: int | None = None) -> Any:
         return super().index(axis, rank) if rank is not None else self._indices[axis]
+
+    def _index_for(self, axis: Axis) -> int:
+        self.size(axis)
+        found: int = self._own_index(axis)
+        return found
 
     def require_ready(self, where: str) -> None:
         if self._released or not self._member or dist.group.WORLD is not self._default:

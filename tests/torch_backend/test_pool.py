@@ -227,3 +227,50 @@ def test_disjoint_and_overlapping_states_ask_nothing_of_others():
         {"left": none, "right": 1100.0, "middle": 110.0},
         {"left": none, "right": 1100.0, "middle": none},
     ]
+
+
+def without_private_names():
+    import torch
+
+    from dualmesh_torch import private
+
+    has = private.has_member_groups
+    private.has_member_groups = lambda: False
+    try:
+        state = dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}))
+        x = torch.tensor(float(state.own_rank()))
+        sums = dm.ops.all_reduce(x, "a").item(), dm.ops.all_reduce(x, "b").item()
+        try:
+            dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), ranks=state.ranks("b")[::-1], name="turned")
+        except dm.DualmeshError as error:
+            return *sums, "cannot keep the order" in str(error)
+    finally:
+        private.has_member_groups = has
+
+
+def test_a_torch_without_the_private_constructor_still_works_or_says_what_it_cannot():
+    found = torch_world(without_private_names, world_size=4)
+    assert found == [(2.0, 1.0, True), (4.0, 1.0, True), (2.0, 5.0, True), (4.0, 5.0, True)]
+
+
+def refusals():
+    found = []
+    for settings in ({"group_options": {"colour": 1}}, {"device_type": "cuda"}, {"group_options": {"timeout_s": -1}}):
+        try:
+            dm.init_parallel_state(dp_size=2, **settings)
+        except dm.DualmeshError as error:
+            found.append(type(error).__name__)
+    from dualmesh import discovery
+
+    state = dm.init_parallel_state(dp_size=2, group_options={"timeout_s": 17})
+    group = state.group("dp")
+    import torch
+
+    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return found, len(discovery.load("torch").pool), timeout
+
+
+def test_a_refused_option_makes_no_group_and_an_allowed_one_reaches_every_group():
+    for found, _, timeout in torch_world(refusals, world_size=2):
+        assert found == ["ArgumentError", "BackendError", "ArgumentError"]
+        assert timeout == 17
