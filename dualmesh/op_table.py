@@ -1,4 +1,4 @@
-"""Every collective as data, and its transpose: the gradient contract in one table.
+"""Every collective as data, and its gradient: the gradient contract in one table.
 
 What a collective does to arrays is in the backends (`verbs.Collectives`); arguments are checked in `ops`.
 """
@@ -45,6 +45,23 @@ def transpose(forward: Call) -> Call:
     return _TRANSPOSES[forward.verb](forward)
 
 
+def gradient(forward: Call) -> Call:
+    """Return the collective that a backend runs on cotangents: the transpose, but for the tensor-parallel pair.
+
+    `enter` and `leave` say what counts once instead of transposing: the gradient of `enter` (an identity) is a sum,
+    that of `leave` (a sum) the identity.
+
+    >>> gradient(call("enter", "tp", 2)).verb
+    'leave'
+    """
+    if forward.verb in _PAIR:
+        return call(_PAIR[forward.verb], forward.axis, forward.size, scale=forward.scale)
+    return transpose(forward)
+
+
+_PAIR = {"enter": "leave", "leave": "enter"}
+
+
 def _all_reduce(forward: Call) -> Call:
     op = forward["op"]
     if op in ("max", "min"):
@@ -86,6 +103,19 @@ def _permute(forward: Call) -> Call:
     return call("permute", forward.axis, forward.size, pairs=pairs, scale=forward.scale)
 
 
+def _ragged_all_to_all(forward: Call) -> Call:
+    return call(
+        "ragged_all_to_all",
+        forward.axis,
+        forward.size,
+        send_counts=forward["recv_counts"],
+        recv_counts=forward["send_counts"],
+        rows=forward["sent_rows"],
+        sent_rows=forward["rows"],
+        scale=forward.scale,
+    )
+
+
 def _take_block(forward: Call) -> Call:
     return call("place_block", forward.axis, forward.size, dim=forward["dim"], scale=forward.scale)
 
@@ -102,6 +132,7 @@ _TRANSPOSES: dict[str, Callable[[Call], Call]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "permute": _permute,
+    "ragged_all_to_all": _ragged_all_to_all,
     "take_block": _take_block,
     "place_block": _place_block,
 }

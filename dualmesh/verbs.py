@@ -15,7 +15,9 @@ Kind = Literal["bool", "integer", "float", "complex"]
 
 
 class Collectives(ABC):
-    """Per-rank blocks in, per-rank blocks out; differentiable, each with the transpose of `op_table` as gradient.
+    """Per-rank blocks in, per-rank blocks out; differentiable, each with the gradient of `op_table`.
+
+    `reduce` and `place_block`, which the table also names, are for backends that write their backward by hand.
 
     Dims are non-negative, sizes divide, axes exist and have size > 1 (`permute`, `take_block` and `axis_index` also
     come with size 1). Inputs may be non-contiguous. The result never shares memory with the input.
@@ -54,6 +56,23 @@ class Collectives(ABC):
     @abstractmethod
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Send each pair's src block to its dst; indices that no pair names as dst get zeros."""
+
+    @abstractmethod
+    def ragged_all_to_all(
+        self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
+    ) -> Any:
+        """Send runs of rows of `x` to the indices in order; return what arrives by sender, then zeros up to `rows`.
+
+        Counts are tuples of ints, one per index, or traced integers; `sent_rows` is `x.shape[0]`. Also for size 1.
+        """
+
+    @abstractmethod
+    def enter(self, x: Any, axis: Axis) -> Any:
+        """Return `x`; its gradient is summed over the axis. The only result that may share memory with its input."""
+
+    @abstractmethod
+    def leave(self, x: Any, axis: Axis) -> Any:
+        """Return the sum over the axis; its gradient passes as it is."""
 
     @abstractmethod
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:

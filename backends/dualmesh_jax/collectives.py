@@ -21,6 +21,7 @@ from dualmesh.op_table import call, transpose
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
 from dualmesh_jax.keys import check_agreement
+from dualmesh_jax.ragged import exchanged
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -93,6 +94,17 @@ class JaxCollectives(Collectives):
             pairs = tuple((places[src], places[dst]) for src, dst in pairs)
         return lax.ppermute(x, ordered, pairs)
 
+    def ragged_all_to_all(
+        self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
+    ) -> Any:
+        return exchanged(x, self._axes(axis), jnp.asarray(send_counts), jnp.asarray(recv_counts), rows)
+
+    def enter(self, x: Any, axis: Axis) -> Any:
+        return _enter(x, self._axes(axis))
+
+    def leave(self, x: Any, axis: Axis) -> Any:
+        return _leave(x, self._axes(axis))
+
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
         size = self._state.size(axis)
         if size == 1:
@@ -159,6 +171,28 @@ def _extreme(x: Any, names: Names, axis: Axis, op: str) -> Any:
 @_extreme.defjvp
 def _extreme_jvp(names: Names, axis: Axis, op: str, primals: Any, tangents: Any) -> Any:
     transpose(call("all_reduce", axis, 0, op=op))  # raises: the op table knows no gradient, and says so
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(x: Any, names: Names) -> Any:
+    return x
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(x: Any, names: Names) -> Any:
+    return lax.psum(x, names)
+
+
+def _summed(names: Names, _: None, cotangent: Any) -> tuple[Any]:
+    return (lax.psum(cotangent, names),)
+
+
+def _passed(names: Names, _: None, cotangent: Any) -> tuple[Any]:
+    return (cotangent,)
+
+
+_enter.defvjp(lambda x, names: (x, None), _summed)
+_leave.defvjp(lambda x, names: (lax.psum(x, names), None), _passed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -5,7 +5,7 @@ How ranks meet is in `rendezvous`. Reductions run in index order, so they give t
 
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.errors import ArrayTypeError, OutsideShardMapError
+from dualmesh.errors import AgreementError, ArrayTypeError, OutsideShardMapError
 from dualmesh.lazy import np
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
@@ -74,6 +74,31 @@ class SimCollectives(Collectives):
         source = {dst: src for src, dst in pairs}.get(self.axis_index(axis))
         return np.zeros_like(blocks[0]) if source is None else blocks[source].copy()
 
+    def ragged_all_to_all(
+        self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
+    ) -> Any:
+        index = self.axis_index(axis) if self._state.size(axis) > 1 else 0
+        ends = np.cumsum(np.asarray(send_counts))
+        parts = [np.asarray(x)[end - count : end] for end, count in zip(ends, send_counts, strict=True)]
+        arrived = [sent[index] for sent in self._swap_parts(parts, axis)] if len(parts) > 1 else parts
+        found = tuple(part.shape[0] for part in arrived)
+        if found != tuple(recv_counts):
+            raise AgreementError(
+                f"ops.ragged_all_to_all: recv_counts={tuple(recv_counts)} on index {index} of axis {axis!r}, but the "
+                f"indices send {found} rows. Exchange the counts first (ops.all_to_all).",
+                recv_counts=tuple(recv_counts),
+                found=found,
+            )
+        result = np.zeros((rows, *x.shape[1:]), x.dtype)
+        result[: sum(found)] = np.concatenate(arrived)
+        return result
+
+    def enter(self, x: Any, axis: Axis) -> Any:
+        return x
+
+    def leave(self, x: Any, axis: Axis) -> Any:
+        return self.all_reduce(x, axis, op="sum")
+
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
         return self._own_block(np.asarray(x), axis, dim)
 
@@ -110,6 +135,12 @@ class SimCollectives(Collectives):
         said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         call = f"{verb}({said}) of {sent.dtype}{list(sent.shape)}"
         return here.run.exchange(here.rank, self._state.ranks(axis), call, sent)
+
+    def _swap_parts(self, parts: "list[Block]", axis: Axis) -> "list[list[Block]]":
+        """Return what all indices send to all indices, in index order; nobody may change it."""
+        here = self._here("ops.ragged_all_to_all")
+        call = f"ragged_all_to_all() of {parts[0].dtype} rows {list(parts[0].shape[1:])}"
+        return here.run.exchange(here.rank, self._state.ranks(axis), call, [part.copy() for part in parts])
 
     def _here(self, where: str) -> Place:
         here = place()

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArrayTypeError
-from dualmesh.op_table import Call, call, transpose
+from dualmesh.op_table import Call, call, gradient
 from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
@@ -72,6 +72,18 @@ class TorchCollectives(Collectives):
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         return self._applied("permute", x, axis, {"pairs": pairs})
 
+    def ragged_all_to_all(
+        self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
+    ) -> Any:
+        settings = {"send_counts": send_counts, "recv_counts": recv_counts, "rows": rows, "sent_rows": sent_rows}
+        return self._applied("ragged_all_to_all", x, axis, settings)
+
+    def enter(self, x: Any, axis: Axis) -> Any:
+        return self._applied("enter", x, axis, {})
+
+    def leave(self, x: Any, axis: Axis) -> Any:
+        return self._applied("leave", x, axis, {})
+
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
         width = x.shape[dim] // self._state.size(axis)
         return x.narrow(dim, self.axis_index(axis) * width, width).clone(memory_format=torch.contiguous_format)
@@ -97,25 +109,12 @@ def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tens
 
 def with_summed_gradient(x: Tensor, axis: Axis, party: Party) -> Tensor:
     """Return `x`, whose gradient is summed over a group: the ranks hold the same and use it differently."""
-    found: Tensor = _Shared.apply(x, call("all_reduce", axis, party.size, op="sum"), party)  # type: ignore[no-untyped-call]
+    found: Tensor = _apply(x, call("enter", axis, party.size), party)
     return found
 
 
-class _Shared(torch.autograd.Function):
-    """The identity whose gradient is a collective."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: Call, party: Party) -> Tensor:
-        ctx.call, ctx.party = backward, party
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(cotangents[0], ctx.call, ctx.party), None, None
-
-
 class _Linear(torch.autograd.Function):
-    """Any collective and, as its gradient, the transpose that the op table names."""
+    """Any collective and, as its gradient, the one that the op table names."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
@@ -126,7 +125,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
         (cotangent,) = cotangents
-        found: Tensor = _apply(cotangent, transpose(ctx.call), ctx.party)
+        found: Tensor = _apply(cotangent, gradient(ctx.call), ctx.party)
         return found, None, None
 
 

@@ -15,6 +15,8 @@ from dualmesh.ops.collectives import (
     shift,
     take_block,
 )
+from dualmesh.ops.pairs import enter, leave
+from dualmesh.ops.ragged import ragged_all_to_all
 
 __all__ = [
     "all_gather",
@@ -23,7 +25,10 @@ __all__ = [
     "axis_index",
     "axis_size",
     "broadcast",
+    "enter",
+    "leave",
     "permute",
+    "ragged_all_to_all",
     "reduce_scatter",
     "shift",
     "take_block",

@@ -59,7 +59,7 @@ def check_reduction(where: str, op: str, kind: str, allowed: dict[str, tuple[str
         raise ArgumentError(f"{where}: op={op!r}. Allowed: {listed(allowed)}.", op=op)
     if kind not in allowed[op]:
         raise ArrayTypeError(
-            f"{where}: the {op} of a {kind} array is not defined. Kinds that have one: {listed(allowed[op])}. Convert "
+            f"{where}: the {op} of {kind} values is not defined. Kinds that have one: {listed(allowed[op])}. Convert "
             f"the array first.",
             op=op,
             kind=kind,

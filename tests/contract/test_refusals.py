@@ -13,7 +13,7 @@ WANTED = {
     "dim_out_of_range": ("ShapeError", "ValueError", r"ops.all_gather: dim 2 .*shape \(2, 6\).*Dims are -2\.\.1"),
     "size_does_not_divide": ("ShapeError", "ValueError", r"reduce_scatter: dim 1 .*size 5.*axis 'b'.*Pad dim 1 to 6"),
     "sum_of_bool": ("ArrayTypeError", "TypeError", r"sum of a bool array is not defined"),
-    "mean_of_integers": ("ArrayTypeError", "TypeError", r"mean of a integer array is not defined"),
+    "mean_of_integers": ("ArrayTypeError", "TypeError", r"mean of integer values is not defined"),
     "max_of_complex": ("ArrayTypeError", "TypeError", r"max of a complex array is not defined"),
     "bad_op": ("ArgumentError", "ValueError", r"op='avg'\. Allowed: sum, mean, max, min"),
     "scatter_of_max": ("ArgumentError", "ValueError", r"op='max'\. Allowed: sum, mean"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.cross.dense import attention, random_attention
-from tests.worlds import worlds
+from tests.worlds import wide_worlds
 
 CASES = {  # world size: (dp, ulysses, cp, key/value heads, causal, balanced)
     1: [(1, 1, 1, 4, True, False), (1, 1, 1, 2, False, False)],
@@ -61,7 +61,7 @@ def ring_runs(cases, arrays):
 def test_ring_equals_dense_attention(backend, world_size):
     cases = CASES[world_size]
     arrays = {kv: random_attention(kv, kv_heads=kv, **SIZES) for kv in (1, 2, 4)}
-    for answers in worlds()[backend](ring_runs, cases, arrays, world_size=world_size):
+    for answers in wide_worlds()[backend](ring_runs, cases, arrays, world_size=world_size):
         for (*_, kv_heads, causal, _), answer in zip(cases, answers, strict=True):
             expected = attention(*arrays[kv_heads], causal=causal)
             for found, wanted in zip(answer, expected, strict=backend != "sim"):

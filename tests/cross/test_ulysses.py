@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.cross.dense import attention, random_attention
-from tests.worlds import worlds
+from tests.worlds import wide_worlds
 
 SHAPES = {  # world size: (dp, ulysses, kv heads)
     1: [(1, 1, 8), (1, 1, 2)],
@@ -55,7 +55,7 @@ def ulysses_runs(cases, arrays):
 def test_ulysses_equals_dense_attention(backend, world_size):
     cases = SHAPES[world_size]
     arrays = {kv: random_attention(kv, kv_heads=kv, **SIZES) for kv in (2, 4, 8)}
-    for answers in worlds()[backend](ulysses_runs, cases, arrays, world_size=world_size):
+    for answers in wide_worlds()[backend](ulysses_runs, cases, arrays, world_size=world_size):
         for (_, _, kv_heads), answer in zip(cases, answers, strict=True):
             expected = attention(*arrays[kv_heads], causal=False)
             for found, wanted in zip(answer, expected, strict=backend != "sim"):

@@ -48,6 +48,21 @@ class ToyCollectives(Collectives):
                 return everything[src].copy()
         return np.zeros_like(x)
 
+    def ragged_all_to_all(self, x, axis, *, send_counts, recv_counts, rows, sent_rows):
+        index = self.axis_index(axis)
+        counts = self._all(np.array(send_counts), axis, "ragged counts")
+        most = int(self._all(np.array(sent_rows), axis, "ragged rows").max())
+        everything = self._all(np.concatenate([x, np.zeros((most - len(x), *x.shape[1:]), x.dtype)]), axis, "ragged")
+        parts = [block[sum(c[:index]) : sum(c[: index + 1])] for block, c in zip(everything, counts, strict=True)]
+        found = np.concatenate(parts)
+        return np.concatenate([found, np.zeros((rows - len(found), *x.shape[1:]), x.dtype)])
+
+    def enter(self, x, axis):
+        return x
+
+    def leave(self, x, axis):
+        return self.all_reduce(x, axis, op="sum")
+
     def take_block(self, x, axis, *, dim):
         return np.split(x, self._state.size(axis), dim)[self.axis_index(axis)].copy()
 
