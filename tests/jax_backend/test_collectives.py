@@ -187,3 +187,49 @@ def test_the_program_is_the_hand_written_one(name, under):
 
     with jax.sharding.use_abstract_mesh(state.mesh.abstract_mesh):
         assert program(lifted) == program(reference)
+
+
+@in_jax()
+def test_unequal_runs_arrive_by_sender_and_their_gradient_goes_back():
+    import jax
+    import jax.numpy as jnp
+
+    grid()
+    counts = np.array([[1, 2], [3, 0]])  # rows that index i of "b" sends to index j
+    x = np.arange(8 * 4 * 2.0).reshape(8, 4, 2)
+
+    def run(x, sent, received):
+        return dm.ops.ragged_all_to_all(x[0], "b", sent[0], received[0], rows=5)[None]
+
+    at = [rank // 2 % 2 for rank in range(8)]
+    sent, received = jnp.asarray(counts[at]), jnp.asarray(counts.T[at])
+    lifted = dm.shard_map(run, (EVERYWHERE,) * 3, EVERYWHERE)
+    expected = np.zeros((8, 5, 2))
+    for rank in range(8):
+        first, second = rank & ~2, rank | 2
+        starts = counts.cumsum(1) - counts
+        parts = [x[r][starts[i, at[rank]] :][: counts[i, at[rank]]] for i, r in enumerate((first, second))]
+        arrived = np.concatenate(parts)
+        expected[rank, : len(arrived)] = arrived
+    np.testing.assert_array_equal(np.asarray(lifted(x, sent, received)), expected)
+    weights = np.random.default_rng(0).normal(size=(8, 5, 2)).astype(np.float32)
+    gradient = jax.grad(lambda x: (lifted(x, sent, received) * weights).sum())(x.astype(np.float32))
+    for direction in np.random.default_rng(1).normal(size=(3, *x.shape)):
+        moved = np.asarray(lifted(direction.astype(np.float32), sent, received))
+        np.testing.assert_allclose((moved * weights).sum(), (np.asarray(gradient) * direction).sum(), rtol=1e-4)
+
+
+@in_jax()
+def test_the_tensor_parallel_pair_sums_one_way():
+    import jax
+
+    grid()
+    for verb, value, gradient in ((dm.ops.enter, 1.0, 2.0), (dm.ops.leave, 2.0, 1.0)):
+
+        def run(x, verb=verb):
+            y, back = jax.vjp(lambda x: verb(x, "b"), x)
+            return y, back(jax.numpy.ones_like(x))[0]
+
+        y, g = dm.shard_map(run, EVERYWHERE, (EVERYWHERE, EVERYWHERE))(np.ones(8, np.float32))
+        np.testing.assert_array_equal(np.asarray(y), np.full(8, value))
+        np.testing.assert_array_equal(np.asarray(g), np.full(8, gradient))
