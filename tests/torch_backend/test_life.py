@@ -83,12 +83,11 @@ def same_store(rank, world_size, port):
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
-    totals, names = [], []
-    for life in range(3):
-        dist.init_process_group("gloo", store=dist.PrefixStore(f"life{life}", store), rank=rank, world_size=world_size)
-        state = dm.init_parallel_state(spec=dm.TopologySpec({"a": world_size}))
+    totals = []
+    for _ in range(3):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        dm.init_parallel_state(spec=dm.TopologySpec({"a": world_size}))
         totals.append(dm.ops.all_reduce(torch.ones(1), "a").item())
-        names.append(state.group("a").group_name)
         dm.clear_parallel_state()
         dist.destroy_process_group()
     return totals
