@@ -1,0 +1,250 @@
+"""Named axes that are rank groups, and what they answer in a world: `GroupSpec` and `GroupTopology`.
+
+One partition is in `rank_groups`; axes that are digits of a rank are in `spec` and `topology`, which these resemble.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn
+
+from dualmesh.errors import RankError, SpecError, UnknownAxisError, counted, did_you_mean, listed
+from dualmesh.layout import Layout
+from dualmesh.rank_groups import RankGroups
+from dualmesh.resolution import ROLES, positive, refuse, whole
+from dualmesh.spec import View, check_keys, names_of, pairs_of
+from dualmesh.topology import Axis
+
+AXIS = "group"
+"""What the axis of rank groups given without a name is called."""
+
+NO_GRID = (
+    "Topology: axis {axis!r} is a list of rank groups, which has no place in a grid, so {what} cannot be answered. Ask "
+    "for its groups (ranks, index, partition), or declare a grid with dm.TopologySpec."
+)
+
+
+@dataclass(frozen=True, init=False)
+class GroupSpec:
+    """Named axes that are rank groups, before the size of the world is known. Frozen and hashable.
+
+    Has the face of `TopologySpec` where it means something: no grid, no views, no combined axes.
+
+    Args:
+        axes: Rank groups (or lists of lists) by axis name.
+        roles: Which axis plays which part, as in `TopologySpec`.
+
+    >>> spec = GroupSpec({"node": RankGroups.consecutive([3, 1]), "heads": [[0, 3]]})
+    >>> topology = spec.resolve(4)
+    >>> topology.ranks("node", 1), topology.is_member("heads", 1)
+    ((0, 1, 2), False)
+    """
+
+    listed_axes: tuple[tuple[str, RankGroups], ...]
+    parts: tuple[tuple[str, tuple[str, ...]], ...]
+
+    base: ClassVar[tuple[()]] = ()
+    combinations: ClassVar[tuple[()]] = ()
+    named_views: ClassVar[tuple[tuple[str, View], ...]] = ()
+    rank_offset: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        axes: Mapping[str, "RankGroups | Iterable[Iterable[int]]"],
+        roles: Mapping[str, Iterable[str] | str] | None = None,
+    ) -> None:
+        groups = (
+            (name, value if isinstance(value, RankGroups) else RankGroups(value))
+            for name, value in pairs_of("axes of rank groups", axes)
+        )
+        object.__setattr__(self, "listed_axes", tuple(groups))
+        object.__setattr__(self, "parts", tuple((n, names_of(m)) for n, m in pairs_of("roles", roles or {})))
+
+    @classmethod
+    def of(cls, groups: "RankGroups | Iterable[Iterable[int]]") -> "GroupSpec":
+        """Return the spec whose one axis, "group", has these groups. *Pure.*"""
+        return cls({AXIS: groups})
+
+    @property
+    def axes(self) -> dict[str, RankGroups]:
+        """Rank groups by axis name."""
+        return dict(self.listed_axes)
+
+    @property
+    def combined(self) -> dict[str, tuple[str, ...]]:
+        """None: lists do not combine."""
+        return {}
+
+    @property
+    def views(self) -> dict[str, View]:
+        """None: lists are not factored."""
+        return {}
+
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """Axes by the part they play."""
+        return dict(self.parts)
+
+    def resolve(self, world_size: int) -> "GroupTopology":
+        """Validate for a world. *Pure.*
+
+        Raises:
+            SpecError: The lists do not fit the world; the message lists every problem.
+        """
+        world_size = positive("GroupSpec.resolve", "world_size", world_size)
+        problems = [] if self.listed_axes else ["no axes are declared. Name at least one."]
+        for name, groups in self.listed_axes:
+            if not isinstance(name, str) or not name or name == "world":
+                problems.append(f"axis {name!r}: names are non-empty strings, and 'world' is kept for all ranks.")
+            beyond = [rank for rank in groups.members if rank >= world_size]
+            if beyond:
+                problems.append(
+                    f"axis {name!r} names {counted(len(beyond), 'rank')} outside the world: {listed(beyond)}. Ranks: "
+                    f"0..{world_size - 1}."
+                )
+        for part, members in self.parts:
+            if part not in ROLES:
+                problems.append(f"role {part!r} is unknown. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}")
+            if len(members) != 1 or members[0] not in self.axes:
+                problems.append(f"role {part!r} is {members!r}. It must be one of the axes: {listed(self.axes)}.")
+        refuse("Topology", problems)
+        return GroupTopology(self, world_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the spec as plain data. *Pure.*"""
+        data: dict[str, Any] = {"rank_groups": {name: groups.to_dict()["groups"] for name, groups in self.listed_axes}}
+        if self.parts:
+            data["roles"] = {name: list(members) for name, members in self.parts}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "GroupSpec":
+        """Build a spec from what `to_dict` gives. *Pure.*"""
+        check_keys("GroupSpec.from_dict", data, ("rank_groups", "roles"))
+        if "rank_groups" not in data:
+            raise SpecError(f"GroupSpec.from_dict: 'rank_groups' is missing. Keys found: {listed(data)}.", data=data)
+        return cls(data["rank_groups"], data.get("roles"))
+
+    def __repr__(self) -> str:
+        roles = f", roles={self.roles!r}" if self.parts else ""
+        return f"GroupSpec({self.axes!r}{roles})"
+
+
+@dataclass(frozen=True)
+class GroupTopology:
+    """Axes that are rank groups, in a world of known size. Answers like `Topology`, but from lists.
+
+    What only a grid can answer (digits, coordinates, combined axes) is refused by name.
+    """
+
+    spec: GroupSpec
+    world_size: int
+
+    rank_offset: ClassVar[int] = 0
+    base_axes: ClassVar[tuple[str, ...]] = ()
+    layouts: ClassVar[Mapping[str, Layout]] = MappingProxyType({})
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes, in declared order, then "world"."""
+        return (*self.spec.axes, "world")
+
+    def groups(self, axis: Axis) -> RankGroups:
+        """Return the rank groups of an axis. *Pure.*
+
+        Raises:
+            UnknownAxisError: The topology has no such axis.
+            SpecError: A tuple names several axes; lists do not combine.
+        """
+        return self._axes[self._name(axis)]
+
+    @cached_property
+    def _axes(self) -> Mapping[str, RankGroups]:
+        return {**self.spec.axes, "world": RankGroups([range(self.world_size)])}
+
+    def _name(self, axis: Axis) -> str:
+        if isinstance(axis, tuple):
+            if len(axis) != 1:
+                self._no_grid(axis, "a combination of axes")
+            axis = axis[0]
+        try:
+            if axis in self._axes:
+                return axis
+        except TypeError:
+            pass
+        names = self.axis_names
+        raise UnknownAxisError(
+            f"Topology has no axis {axis!r}. Axes: {listed(names)}.{did_you_mean(axis, names)}", axis=axis, axes=names
+        )
+
+    def size(self, axis: Axis, rank: int | None = None) -> int:
+        """Return the size of a rank's group; without a rank, the size that all groups of the axis have. *Pure.*"""
+        return self.groups(axis).size(rank)
+
+    def index(self, axis: Axis, rank: int) -> int:
+        """Return the place of a rank in its group's list. *Pure.*"""
+        return self.groups(axis).index(self.position(rank))
+
+    def ranks(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Return the group of a rank, in the listed order. *Pure.*"""
+        return self.groups(axis).ranks(self.position(rank))
+
+    def member(self, axis: Axis, rank: int, index: int) -> int:
+        """Return the rank at `index` in the group of `rank`. *Pure.*"""
+        return self.groups(axis).member(self.position(rank), index)
+
+    def partition(self, axis: Axis) -> list[tuple[int, ...]]:
+        """Return all groups of an axis, in the listed order. *Pure.*"""
+        return self.groups(axis).partition()
+
+    def is_member(self, axis: Axis, rank: int) -> bool:
+        """Tell whether a rank is in a group of an axis. *Pure.*"""
+        return self.groups(axis).is_member(rank)
+
+    def has_rank(self, rank: int) -> bool:
+        """Tell whether a rank is in a group of any axis but "world". *Pure.*"""
+        return any(groups.is_member(rank) for _, groups in self.spec.listed_axes)
+
+    def position(self, rank: int) -> int:
+        """Return the rank, if it is in this world. *Pure.*
+
+        Raises:
+            RankError: The rank is not in this world.
+        """
+        number = whole(rank)
+        if number is not None and 0 <= number < self.world_size:
+            return number
+        raise RankError(
+            f"Topology: rank {rank!r} is not in its world. Ranks: 0..{self.world_size - 1}.",
+            rank=rank,
+            world_size=self.world_size,
+        )
+
+    def role(self, part: str) -> tuple[str, ...]:
+        """Return the axis that plays a part. *Pure.*"""
+        if part in self.spec.roles:
+            return self.spec.roles[part]
+        raise SpecError(
+            f"Topology: the spec does not say which axis plays the role {part!r}. Roles given: "
+            f"{listed(self.spec.roles)}.",
+            role=part,
+        )
+
+    def layout(self, axis: Axis) -> NoReturn:
+        """Refuse: the axis has no digits. *Pure.*"""
+        self._no_grid(self._name(axis), "its layout (specs, meshes)")
+
+    def coords(self, rank: int) -> NoReturn:
+        """Refuse: there is no grid. *Pure.*"""
+        self._no_grid(self.axis_names, f"the coordinates of rank {rank}")
+
+    def _no_grid(self, axis: Axis, what: str) -> NoReturn:
+        raise SpecError(NO_GRID.format(axis=axis, what=what), axis=axis)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={counted(len(groups), 'group')}" for name, groups in self.spec.listed_axes)
+        return f"GroupTopology({axes}, world_size={self.world_size})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"spec": self.spec, "world_size": self.world_size}
