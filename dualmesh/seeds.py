@@ -3,9 +3,11 @@
 Random numbers that are the same on every topology and framework are in `testing.noise`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from dualmesh.errors import ArgumentError
+from dualmesh.lazy import np
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -36,16 +38,17 @@ def seed_for(state: ParallelState, axes: Axis, base: int = 0, rank: int | None =
     if number is None:
         raise ArgumentError(f"seed_for: base={base!r} is no integer.", base=base)
     index = state.index(axes, rank)
-    start = _mixed(number & _MASK)
+    start = _mixed(number & _MASK, int)
     if isinstance(index, int):
-        return _mixed((start + index) & _MASK)
-    return _mixed(index.astype("uint32") + start)
+        return _mixed((start + index) & _MASK, int)
+    return _mixed(index.astype("uint32") + np.uint32(start), np.uint32)
 
 
-def _mixed(x: Any) -> Any:
+def _mixed(x: Any, kind: Callable[[int], Any]) -> Any:
     """Mix 32 bits; products wrap, by the mask for Python ints and by the dtype for arrays."""
+    mask = kind(_MASK)
     x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & _MASK
+    x = (x * kind(0x85EBCA6B)) & mask
     x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & _MASK
+    x = (x * kind(0xC2B2AE35)) & mask
     return x ^ (x >> 16)

@@ -19,6 +19,7 @@ from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
+from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.keys import check_agreement
 from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
@@ -127,8 +128,10 @@ class Lifted:
         self._axes = axes
         self._check_replicated = check_replicated
         self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
-        # inline: under an outer jit nothing but the shard_map itself appears.
-        self._compiled = jax.jit(self._traced, inline=True)
+        self._compiled = jax.jit(self._traced)
+        # inline: under an outer jit nothing but the shard_map itself appears. Eagerly it would leave JAX nothing to
+        # keep between two gradients, and each would run operation by operation.
+        self._inlined = jax.jit(self._traced, inline=True)
 
     def __call__(self, *args: Any) -> Any:
         check_agreement("shard_map")
@@ -136,7 +139,7 @@ class Lifted:
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
         with ambient_mesh(self._state.shared):
             try:
-                results = self._compiled(*args)
+                results = (self._inlined if is_tracing() else self._compiled)(*args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise
