@@ -17,6 +17,7 @@ from dualmesh.errors import (
     listed,
 )
 from dualmesh.partition_spec import P
+from dualmesh.seed_attributes import SeedAttributes
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Axis, Topology
 from dualmesh.verbs import Arrays, Collectives, HostObjects, Programs
@@ -62,7 +63,7 @@ class AxisTable(dict[Axis, Any]):
         return value
 
 
-class ParallelState(ABC):
+class ParallelState(SeedAttributes, ABC):
     """A named topology in use: sizes, ranks, groups, meshes and shardings.
 
     Ranks are session ranks. `rank=None` means this process' rank. Sizes and ranks are answered without
