@@ -60,7 +60,7 @@ class JaxArrays(Arrays):
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
-        return lax.with_sharding_constraint(x, sharding) if is_tracing() else jax.device_put(x, sharding)
+        return lax.with_sharding_constraint(x, sharding) if _is_tracing() else jax.device_put(x, sharding)
 
     def fitted(self, where: str, x: Any, spec: P) -> NamedSharding:
         """Return the sharding of a spec after checking that it fits an array. *Local.*
@@ -72,8 +72,12 @@ class JaxArrays(Arrays):
         return NamedSharding(self._state.mesh, self._state.native_spec(where, spec))
 
 
-def is_tracing() -> bool:
-    """Tell whether this code runs under an outer trace of jit; a gradient taken eagerly is none. *Local.*"""
+def is_staging() -> bool:
+    """Tell whether operations are recorded (jit, scan) rather than run; an eager gradient runs them. *Local.*"""
+    return _is_tracing() and isinstance(lax.full((), 0), jax.core.Tracer)
+
+
+def _is_tracing() -> bool:
     try:
         get_mesh()
     except ValueError:  # JAX's answer inside tracing

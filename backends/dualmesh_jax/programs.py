@@ -19,7 +19,7 @@ from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
-from dualmesh_jax.arrays import is_tracing
+from dualmesh_jax.arrays import is_staging
 from dualmesh_jax.keys import check_agreement
 from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
@@ -139,7 +139,7 @@ class Lifted:
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
         with ambient_mesh(self._state.shared):
             try:
-                results = (self._inlined if is_tracing() else self._compiled)(*args)
+                results = (self._inlined if is_staging() else self._compiled)(*args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise
