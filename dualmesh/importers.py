@@ -120,6 +120,7 @@ def megatron(settings: Mapping[str, Any]) -> TopologySpec:
         "ep": read.size("expert_model_parallel_size"),
         "dp": read.size("data_parallel_size", inferred=True),
         "pp": read.size("pipeline_model_parallel_size"),
+        "optimizer_instances": read.size("num_distributed_optimizer_instances"),
         "etp": tp if read.get("expert_tensor_parallel_size") is None else read.size("expert_tensor_parallel_size"),
     }
     levels = _levels(read, sizes["cp"])

@@ -86,6 +86,12 @@ def init_parallel_state(
     }
     if not include_sp_in_fsdp:
         raise ArgumentError(INCLUDE_SP, include_sp_in_fsdp=include_sp_in_fsdp)
+    if len(extra_parallel_placement_innermost) not in (1, len(extra_parallel_names)):
+        raise ArgumentError(
+            f"init_parallel_state: extra_parallel_placement_innermost={tuple(extra_parallel_placement_innermost)!r} "
+            f"for the extra parallels {tuple(extra_parallel_names)!r}. Give one per name, or leave it out.",
+            extra_parallel_placement_innermost=extra_parallel_placement_innermost,
+        )
     if spec is None:
         spec = parallel_spec(
             **{key: value for key, (value, _) in sizes.items()},

@@ -4,7 +4,6 @@ Their settings, as they write them, are read in `importers`; the usual axes of t
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from dualmesh.errors import did_you_mean, listed
@@ -109,6 +108,7 @@ def megatron(
     dp: int = -1,
     pp: int = 1,
     etp: int | None = None,
+    optimizer_instances: int = 1,
     gtp_remat: int = 1,
     order: str = MEGATRON_ORDER,
     rank_offset: int = 0,
@@ -119,11 +119,14 @@ def megatron(
     counts what is left beside ep. With `etp` it is what `initialize_model_parallel` sets up: the dense grid of tp, cp,
     dp, pp, in which `dp` includes the experts' ranks, and the experts' grid over the same ranks of each pipeline stage
     as a view: expert_dp, ep, expert_tp. Combined axes have Megatron's group names: dp_cp, tp_cp, tp_dp, tp_dp_cp, mp,
-    and expert_tp_ep, expert_tp_ep_pp with `etp`.
+    and with `etp` expert_tp_ep, expert_tp_ep_pp, intra_dist_opt (the ranks of one optimizer instance). Embedding groups
+    are no axes: `megatron_rank_groups`.
 
     Args:
         dp: The only size that may be -1.
         etp: Tensor parallel size of the experts; Megatron's own default is tp.
+        optimizer_instances: Instances of the distributed optimizer, with `etp` only. Several add the axes
+            intra_partial_dp_cp, intra_partial_expert_dp (ranks of one instance) and inter_partial_* (one of each).
         gtp_remat: Size of the axis gtp_remat, in one grid only.
         order: Axes joined by "-", fastest first; axes of size 1 may be left out.
         rank_offset: The first rank.
@@ -137,7 +140,8 @@ def megatron(
     [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     sizes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
-    checked = sizes if etp is None else {**sizes, "etp": etp}
+    checked: dict[str, Any] = {**sizes, "optimizer_instances": optimizer_instances}
+    checked |= {} if etp is None else {"etp": etp}
     tokens, problems = _megatron_order(order, sizes)
     problems += _size_problems(checked, inferred="dp")
     if etp is None and not problems and ep > 1 and cp > 1:
@@ -147,52 +151,27 @@ def megatron(
         )
     if etp is not None and whole(gtp_remat) != 1:
         problems.append(f"gtp_remat={gtp_remat!r} beside etp is not known. Leave etp out.")
+    if etp is None and whole(optimizer_instances) != 1:
+        problems.append(f"optimizer_instances={optimizer_instances!r} needs etp (Megatron's default is tp).")
     refuse("presets.megatron", problems, order=order)
     if etp is None:
         return _megatron_grid(tokens, sizes, rank_offset)
-    return _megatron_grids(tokens, sizes, etp, rank_offset)
+    return _megatron_grids(tokens, sizes, etp, optimizer_instances, rank_offset)
 
 
-def megatron_rank_groups(topology: Topology, *, optimizer_instances: int = 1) -> dict[str, RankGroups]:
+def megatron_rank_groups(topology: Topology) -> dict[str, RankGroups]:
     """Return Megatron's groups that are no axes, of a topology of the preset `megatron`. *Pure*, O(world).
 
-    `embd`: first and last stage of each pipeline; `pos_embd`: the first. With expert axes also `intra_dist_opt` (the
-    ranks of one optimizer instance, stage by stage), and with several instances `intra_partial_*` (each group of dp_cp
-    and expert_dp cut into consecutive blocks) and `inter_partial_*` (one rank of each block).
+    `embd`: first and last stage of each pipeline; `pos_embd`: the first.
 
-    Raises:
-        SpecError: The instances do not divide the groups.
+    >>> megatron_rank_groups(megatron(tp=2, pp=3).resolve(6))["embd"].partition()
+    [(0, 4), (1, 5)]
     """
     pipelines = topology.partition("pp").tolist()
-    found = {
+    return {
         "embd": RankGroups(dict.fromkeys((stages[0], stages[-1])) for stages in pipelines),
         "pos_embd": RankGroups(stages[:1] for stages in pipelines),
     }
-    if "expert_dp" not in topology.layouts:
-        return found
-    names = ("dp_cp", "expert_dp")
-    count = whole(optimizer_instances) or 0
-    refuse(
-        "presets.megatron_rank_groups",
-        [
-            f"optimizer_instances={optimizer_instances!r} does not divide {name}={topology.size(name)}."
-            for name in names
-            if count < 1 or topology.size(name) % count
-        ],
-    )
-    models = topology.partition("expert_tp_ep_pp").tolist()
-    joined = topology.size("expert_dp") // count
-    found["intra_dist_opt"] = RankGroups(
-        chain.from_iterable(models[i : i + joined]) for i in range(0, len(models), joined)
-    )
-    for name in names if count > 1 else ():
-        block = topology.size(name) // count
-        groups = topology.partition(name).tolist()
-        found[f"intra_partial_{name}"] = RankGroups(
-            group[i : i + block] for group in groups for i in range(0, len(group), block)
-        )
-        found[f"inter_partial_{name}"] = RankGroups(group[i::block] for group in groups for i in range(block))
-    return found
 
 
 def _megatron_grid(tokens: Sequence[str], sizes: dict[str, int], rank_offset: int) -> TopologySpec:
@@ -211,7 +190,9 @@ def _megatron_grid(tokens: Sequence[str], sizes: dict[str, int], rank_offset: in
     )
 
 
-def _megatron_grids(tokens: Sequence[str], sizes: dict[str, int], etp: int, rank_offset: int) -> TopologySpec:
+def _megatron_grids(
+    tokens: Sequence[str], sizes: dict[str, int], etp: int, instances: int, rank_offset: int
+) -> TopologySpec:
     dense = [name for name in reversed(tokens) if name in ("tp", "cp", "dp", "pp")]
     expert_names = {"tp": "expert_tp", "ep": "ep", "dp": "expert_dp", "pp": "pp"}
     experts = [expert_names[name] for name in reversed(tokens) if name in expert_names]
@@ -227,6 +208,13 @@ def _megatron_grids(tokens: Sequence[str], sizes: dict[str, int], etp: int, rank
     ):
         if axes:
             views[name] = View(over, {axis: expert_sizes[axis] for axis in axes})
+    share = "expert_dp"
+    if instances > 1:
+        for name, whole_axes in (("dp_cp", combined["dp_cp"]), (share, (share,))):
+            parts = {f"inter_partial_{name}": instances, f"intra_partial_{name}": -1}
+            views[f"partial_{name}"] = View(whole_axes, parts)
+        share = "intra_partial_expert_dp"
+    combined["intra_dist_opt"] = (share, *combined["expert_tp_ep_pp"])
     return TopologySpec(
         {name: sizes[name] for name in dense},
         combined,

@@ -46,11 +46,6 @@ TORCHTITAN: Mapping[str, Any] = {
 }
 
 MEGATRON_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_distributed_optimizer_instances": (
-        (1, "1"),
-        "it groups ranks across axes. Leave it out, and ask presets.megatron_rank_groups(topology, "
-        "optimizer_instances=...) for its groups.",
-    ),
     "pipeline_model_parallel_split_rank": ((None,), "encoder and decoder stages share a pipeline. Use one state each."),
     "encoder_tensor_model_parallel_size": ((0, None), "it is a world of its own. Use a second state with ranks=."),
     "encoder_pipeline_model_parallel_size": ((0, None), "it is a world of its own. Use a second state with ranks=."),
@@ -66,6 +61,7 @@ MEGATRON: Mapping[str, Any] = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": None,
     "data_parallel_size": -1,
+    "num_distributed_optimizer_instances": 1,
     "hierarchical_context_parallel_sizes": None,
     "use_tp_pp_dp_mapping": False,
     "order": None,

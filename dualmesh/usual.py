@@ -5,8 +5,8 @@ Axes of one's own need nothing from here: declare them with `TopologySpec`.
 
 from collections.abc import Sequence
 
-from dualmesh.errors import SpecError, counted
-from dualmesh.resolution import whole
+from dualmesh.errors import counted
+from dualmesh.resolution import refuse, whole
 from dualmesh.spec import TopologySpec, View
 
 BASE_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
@@ -60,19 +60,37 @@ def parallel_spec(
         ep_over: The axes that the extra parallels span, instead of dp_shard, ulysses, cp.
 
     Raises:
-        SpecError: dp_size disagrees with the other two, or the extra parallels' lists differ in length.
+        SpecError: A size is none, dp_size disagrees with the other two, or the extra parallels' lists do not match;
+            the message lists every problem.
 
     >>> parallel_spec(dp_shard_size=4, ulysses_size=2).resolve(8).partition("sp").tolist()
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    replicate, shard = _data_parallel(dp_size, dp_replicate_size, dp_shard_size)
+    given = {
+        "dp_size": dp_size,
+        "dp_replicate_size": dp_replicate_size,
+        "dp_shard_size": dp_shard_size,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "cp_size": cp_size,
+        "ulysses_size": ulysses_size,
+    }
+    problems = [
+        f"{name}={size!r} is no size. Sizes are positive integers, or one -1 to infer."
+        for name, size in given.items()
+        if not (_is_size(size) or (size is None and name == "dp_size"))
+    ]
+    replicate, shard = dp_replicate_size, dp_shard_size
+    if not problems:
+        replicate, shard = _data_parallel(dp_size, dp_replicate_size, dp_shard_size, problems)
+    extras = _extras(extra_parallel_names, extra_parallel_sizes, extra_parallel_outermost, ep_size, problems)
+    refuse("parallel_spec", problems, **given)
     sizes = (pp_size, replicate, shard, ulysses_size, cp_size, tp_size)
-    extras = _extras(extra_parallel_names, extra_parallel_sizes, extra_parallel_outermost, ep_size)
     over = tuple(ep_over) if ep_over is not None else COMBINED_AXES["dp_shard_sp"]
     views = {}
     combined: dict[str, tuple[str, ...]] = dict(COMBINED_AXES)
     for name, (size, outermost) in extras.items():
-        if whole(size) == 1:
+        if size == 1:
             continue
         axes = {name: size, f"{name}_fsdp": -1} if outermost else {f"{name}_fsdp": -1, name: size}
         views[name] = View(over, axes)
@@ -80,55 +98,57 @@ def parallel_spec(
     return TopologySpec(dict(zip(BASE_AXES, sizes, strict=True)), combined, views, ROLES)
 
 
-def _data_parallel(total: int | None, replicate: int, shard: int) -> tuple[int, int]:
+def _is_size(size: object) -> bool:
+    number = whole(size)
+    return number is not None and (number >= 1 or number == -1)
+
+
+def _data_parallel(total: int | None, outer: int, inner: int, problems: list[str]) -> tuple[int, int]:
     """Return (dp_replicate, dp_shard) from the three sizes, of which the first may be left out."""
     if total is None:
-        return replicate, shard
-    numbers = [whole(value) for value in (total, replicate, shard)]
-    for name, value in zip(("dp_size", "dp_replicate_size", "dp_shard_size"), (total, replicate, shard), strict=True):
-        if whole(value) is None:
-            raise SpecError(f"parallel_spec: {name}={value!r} is no size. Sizes are positive integers, or one -1.")
-    dp, outer, inner = (number or 0 for number in numbers)
+        return outer, inner
     if outer == 1 and inner in (1, -1):
-        return 1, dp
-    if dp == -1 and inner == 1:
+        return 1, total
+    if total == -1 and inner == 1:
         return outer, -1
-    if inner == -1 and outer > 0 and dp > 0 and dp % outer == 0:
-        return outer, dp // outer
-    if dp != outer * inner:
-        fits = f" dp_shard_size={dp // outer} would fit." if outer > 0 and dp > 0 and dp % outer == 0 else ""
-        raise SpecError(
-            f"parallel_spec: dp_size={dp}, but dp_replicate_size={outer} * dp_shard_size={inner} is {outer * inner}. "
-            f"Leave dp_size out, or make them agree.{fits}",
-            dp_size=dp,
-            dp_replicate_size=outer,
-            dp_shard_size=inner,
+    divides = outer > 0 and total > 0 and total % outer == 0
+    if inner == -1 and divides:
+        return outer, total // outer
+    if total != outer * inner or total == -1:
+        fits = f" dp_shard_size={total // outer} would fit." if divides else ""
+        problems.append(
+            f"dp_size={total}, but dp_replicate_size={outer} * dp_shard_size={inner} is {outer * inner}. Leave dp_size "
+            f"out, or make them agree.{fits}"
         )
     return outer, inner
 
 
 def _extras(
-    names: Sequence[str], sizes: Sequence[int], outermost: Sequence[bool] | None, ep_size: int | None
+    names: Sequence[str],
+    sizes: Sequence[int],
+    outermost: Sequence[bool] | None,
+    ep_size: int | None,
+    problems: list[str],
 ) -> dict[str, tuple[int, bool]]:
     """Return {name: (size, outermost)} of the extra parallels."""
+    names, sizes = tuple(names), tuple(sizes)
     flags = tuple(outermost) if outermost is not None else (False,) * len(names)
     if not len(names) == len(sizes) == len(flags):
-        raise SpecError(
-            f"parallel_spec: {counted(len(names), 'extra parallel name')} {tuple(names)!r}, "
-            f"{counted(len(sizes), 'size')} {tuple(sizes)!r}, {counted(len(flags), 'placement')} {flags!r}. "
-            f"Give one size and one placement per name.",
-            names=tuple(names),
-            sizes=tuple(sizes),
+        problems.append(
+            f"{counted(len(names), 'extra parallel name')} {names!r}, {counted(len(sizes), 'size')} {sizes!r}, "
+            f"{counted(len(flags), 'placement')} {flags!r}. Give one size and one placement per name."
         )
     if len(set(names)) < len(names):
-        raise SpecError(f"parallel_spec: extra parallel names {tuple(names)!r} repeat. Name each once.", names=names)
-    extras = {name: (size, bool(flag)) for name, size, flag in zip(names, sizes, flags, strict=True)}
+        problems.append(f"extra parallel names {names!r} repeat. Name each once.")
+    extras = {name: (size, bool(flag)) for name, size, flag in zip(names, sizes, flags, strict=False)}
     if ep_size is not None:
-        given = extras.get("ep", (1, False))
-        if given[0] not in (1, ep_size):
-            raise SpecError(
-                f"parallel_spec: ep_size={ep_size!r}, but extra_parallel_sizes gives ep={given[0]!r}. Give one.",
-                ep_size=ep_size,
-            )
-        extras["ep"] = (ep_size, given[1])
+        size, flag = extras.get("ep", (1, False))
+        if size not in (1, ep_size):
+            problems.append(f"ep_size={ep_size!r}, but extra_parallel_sizes gives ep={size!r}. Give one.")
+        extras["ep"] = (ep_size, flag)
+    problems += [
+        f"extra parallel {name}={size!r} is no size. Sizes are positive integers."
+        for name, (size, _) in extras.items()
+        if (whole(size) or 0) < 1
+    ]
     return extras
