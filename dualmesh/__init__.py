@@ -4,14 +4,18 @@ This face re-exports; each name is documented where it lives.
 """
 
 from dualmesh import host as host
+from dualmesh import importers as importers
 from dualmesh import ops as ops
+from dualmesh import presets as presets
 from dualmesh import sequence as sequence
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
 from dualmesh.errors import DualmeshError, StaleStateError
+from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
 from dualmesh.loss import sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
 from dualmesh.programs import remat, shard_map, value_and_grad
+from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import strict
 from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
 from dualmesh.seeds import seed_for
@@ -23,8 +27,11 @@ from dualmesh.usual import parallel_spec
 
 __all__ = [
     "DualmeshError",
+    "GroupSpec",
+    "GroupTopology",
     "P",
     "ParallelState",
+    "RankGroups",
     "Session",
     "StaleStateError",
     "Topology",
@@ -37,12 +44,14 @@ __all__ = [
     "get_parallel_state",
     "get_parallel_state_by_name",
     "host",
+    "importers",
     "init_distributed",
     "init_parallel_state",
     "init_parallel_states",
     "local_slices",
     "ops",
     "parallel_spec",
+    "presets",
     "remat",
     "scope_name",
     "seed_for",
