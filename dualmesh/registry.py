@@ -18,7 +18,8 @@ class Registry:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._names: dict[str, ParallelState] = {}
+        self.named: dict[str, ParallelState] = {}
+        """States by name; one dict for ever, so that others may keep it."""
         self._states: dict[StatePlan, ParallelState] = {}
         self._strict: bool | None = None
 
@@ -29,9 +30,9 @@ class Registry:
             UnknownStateError: The name is not registered; the message lists those that are.
         """
         try:
-            return self._names[name]
+            return self.named[name]
         except (KeyError, TypeError):
-            names = list(self._names)
+            names = list(self.named)
             raise UnknownStateError(
                 f"Parallel state {name!r} is not registered. Registered names: {listed(names)}."
                 f"{did_you_mean(name, names)}",
@@ -41,7 +42,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Return all registered names, first one first. *Local.*"""
-        return list(self._names)
+        return list(self.named)
 
     def states(self) -> list[ParallelState]:
         """Return all states. *Local.*"""
@@ -54,7 +55,7 @@ class Registry:
 
     def add(self, name: str, state: ParallelState) -> None:
         """Register a state under a name; `state` may have other names already. *Local.*"""
-        self._names[name] = state
+        self.named[name] = state
         self._states[state.plan] = state
         if name not in state.names:
             state.names.append(name)
@@ -65,7 +66,7 @@ class Registry:
         Raises:
             TakenNameError: Strict mode, and the plan differs.
         """
-        state = self._names.get(name)
+        state = self.named.get(name)
         if state is None or not state.is_live:
             return None
         if state.plan == plan:
@@ -99,7 +100,8 @@ class Registry:
     def drop(self, states: list[ParallelState]) -> None:
         """Forget states and all their names. *Local.*"""
         gone = {id(state) for state in states}
-        self._names = {name: state for name, state in self._names.items() if id(state) not in gone}
+        for name in [name for name, state in self.named.items() if id(state) in gone]:
+            del self.named[name]
         self._states = {plan: state for plan, state in self._states.items() if id(state) not in gone}
 
 

@@ -22,15 +22,33 @@ Result = TypeVar("Result")
 class Scope:
     """One entered scope: a state, the name it was entered by, and the scope around it."""
 
-    __slots__ = ("closed", "held", "name", "outer", "owner", "state")
+    __slots__ = ("held", "name", "outer", "owner", "state")
 
-    def __init__(self, state: ParallelState, name: str, outer: "Scope | None", owner: object) -> None:
+    state: ParallelState
+    name: str
+    owner: object
+    """The object that was entered, when it is another than the scope."""
+    outer: "Scope | None"
+    held: "_Held | None"
+    """What mirrors need to leave; `_CLOSED` once a scope around it was left first."""
+
+    def __init__(self, state: ParallelState, name: str, owner: object = None) -> None:
         self.state = state
         self.name = name
-        self.outer = outer
         self.owner = owner
-        self.held: list[tuple[Callable[[Any], None], Any]] | None = None
-        self.closed = False
+
+    def __enter__(self) -> ParallelState:
+        push(self)
+        return self.state
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pop(self)
+
+
+_Held = list[tuple[Callable[[Any], None], Any]]
+_CLOSED: _Held = []
 
 
 class ScopeMirror(Protocol):
@@ -46,12 +64,24 @@ class ScopeMirror(Protocol):
         """Learn the state that holds where no scope is open, in every thread."""
 
 
+class ThreadMirror(threading.local):
+    """The innermost scope of a thread, for compiled code, which cannot read a ContextVar."""
+
+    def __init__(self) -> None:
+        # Set here and not on the class: torch.compile does not guard a class-level default, and would keep its answer.
+        self.scope: Scope | None = None
+
+
 _CURRENT: ContextVar[Scope | None] = ContextVar("dualmesh_scope", default=None)
-_current = _CURRENT.get
-_default: ParallelState | None = None
-_default_name = "base"
+# Compiled code cannot run these and `hold`: there the torch backend puts the thread's mirror in their place.
+read = _CURRENT.get
+write = _CURRENT.set
+_thread: ThreadMirror | None = None
 _mirrors: tuple[ScopeMirror, ...] = ()
 _elsewhere: Callable[[], Scope | None] | None = None
+_default: ParallelState | None = None
+_default_name = "base"
+_named = registry.named
 _lock = threading.RLock()
 
 
@@ -60,7 +90,9 @@ def get_parallel_state() -> ParallelState:
 
     Before any state is registered this is a single-process state, with one warning.
     """
-    scope = current_scope() if _elsewhere is not None else _current()
+    scope = read()
+    if scope is None and _elsewhere is not None:
+        scope = _elsewhere()
     if scope is not None:
         return scope.state
     return _default if _default is not None else solo_state()
@@ -69,29 +101,26 @@ def get_parallel_state() -> ParallelState:
 def scope_name() -> str | None:
     """Return the name by which the ambient state was entered, the default's name, or None before any init. *Local.*"""
     scope = current_scope()
-    return scope.name if scope is not None else default_name()
+    if scope is not None:
+        return scope.name
+    return _default_name if _default is not None else None
 
 
 def current_scope() -> Scope | None:
     """Return the innermost scope of this execution context, or None. *Local.*"""
-    scope = _current()
+    scope = read()
     return scope if scope is not None or _elsewhere is None else _elsewhere()
 
 
-def push(state: ParallelState, name: str, owner: object = None) -> Scope:
+def push(scope: Scope) -> None:
     """Enter a scope; every storage knows it, or none does when one refuses. *Local.*"""
-    scope = Scope(state, name, _current(), owner)
+    scope.outer = read()
+    scope.held = None
     if _mirrors:
-        held: list[tuple[Callable[[Any], None], Any]] = []
-        scope.held = held
-        try:
-            for mirror in _mirrors:
-                held.append((mirror.leave, mirror.enter(scope)))
-        except BaseException:
-            _release(scope)
-            raise
-    _CURRENT.set(scope)
-    return scope
+        hold(scope)
+    write(scope)
+    if _thread is not None:
+        _thread.scope = scope
 
 
 def pop(scope: Scope) -> None:
@@ -100,28 +129,40 @@ def pop(scope: Scope) -> None:
     Raises:
         ScopeError: Scopes inside it are still open (they are closed first), or it belongs to another thread or task.
     """
-    if _current() is not scope:
+    if read() is not scope:
         _pop_out_of_order(scope)
         return
-    scope.closed = True
     if scope.held is not None:
-        _release(scope)
-    _CURRENT.set(scope.outer)
+        release(scope)
+    write(scope.outer)
+    if _thread is not None:
+        _thread.scope = scope.outer
 
 
-def _release(scope: Scope) -> None:
-    held = scope.held or []
-    scope.held = None
+def hold(scope: Scope) -> None:
+    """Tell the mirrors that a scope is entered, all or none. *Local.*"""
+    scope.held = []
+    try:
+        for mirror in _mirrors:
+            scope.held.append((mirror.leave, mirror.enter(scope)))
+    except BaseException:
+        release(scope)
+        raise
+
+
+def release(scope: Scope) -> None:
+    """Tell the mirrors that a scope is left. *Local.*"""
+    held, scope.held = scope.held, None
     while held:
         leave, token = held.pop()
         leave(token)
 
 
 def _pop_out_of_order(scope: Scope) -> None:
-    if scope.closed:
+    if scope.held is _CLOSED:
         return
     inner = []
-    found = _current()
+    found = read()
     while found is not None and found is not scope:
         inner.append(found)
         found = found.outer
@@ -133,6 +174,7 @@ def _pop_out_of_order(scope: Scope) -> None:
         )
     for open_scope in (*inner, scope):
         pop(open_scope)
+        open_scope.held = _CLOSED
     names = ", ".join(repr(open_scope.name) for open_scope in inner)
     raise ScopeError(
         f"use_parallel_state: the scope {scope.name!r} is left while scopes inside it are open ({names}). They are "
@@ -142,7 +184,7 @@ def _pop_out_of_order(scope: Scope) -> None:
     )
 
 
-class use_parallel_state:
+class use_parallel_state(Scope):
     """Make a state ambient inside a `with` block or a decorated function. *Local.*
 
     Restores on exit, also when the body raises. As a decorator it wraps functions, coroutines, generators and
@@ -156,66 +198,79 @@ class use_parallel_state:
         ScopeError: Scopes are left out of order; everything is put right first.
     """
 
-    __slots__ = ("_last", "_target")
+    __slots__ = ("_fresh", "_last", "_target")
 
     def __init__(self, name_or_state: str | ParallelState) -> None:
         self._target = name_or_state
-        self._last: Scope | None = None
+        self._fresh = [True]
 
     def __enter__(self) -> ParallelState:
-        target = self._target
-        if type(target) is str:
-            scope = push(registry.get(target), target, self)
-        elif isinstance(target, ParallelState):
-            scope = push(target, target.names[0] if target.names else repr(target.topology), self)
-        else:
-            raise ArgumentError(
-                f"use_parallel_state: {target!r} is no state. Give a state or a registered name: "
-                f"{listed(registry.names())}.",
-                target=target,
-            )
-        self._last = scope
-        return scope.state
+        # The object is itself the first scope that it enters; popping claims it in one thread only.
+        try:
+            self._fresh.pop()
+        except IndexError:
+            return self._enter_again()
+        name: Any = self._target
+        state = _named.get(name) if name.__class__ is str else None
+        if state is None:
+            state, name = _meant(name)
+        self.state = state
+        self.name = name
+        self.outer = read()
+        self.held = None
+        if _mirrors:
+            hold(self)
+        write(self)
+        if _thread is not None:
+            _thread.scope = self
+        return state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        scope = self._own(current_scope())
-        if scope is None:
+        if read() is not self:
+            self._leave(error)
             return
-        if error is None:
-            pop(scope)
-            return
-        try:
-            pop(scope)
-        except ScopeError as disorder:
-            error.add_note(str(disorder))
+        if self.held is not None:
+            release(self)
+        write(self.outer)
+        if _thread is not None:
+            _thread.scope = self.outer
 
-    def _own(self, scope: Scope | None) -> Scope | None:
-        """Find the innermost scope that this object entered in this thread or task; one object may serve many."""
-        while scope is not None and scope.owner is not self:
+    def _enter_again(self) -> ParallelState:
+        """Enter a scope of its own: the object was entered before, here or in another thread or task."""
+        state, name = _meant(self._target)
+        self._last = Scope(state, name, self)
+        push(self._last)
+        return state
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Leave the innermost scope that this object entered in this thread or task."""
+        scope = current_scope()
+        while scope is not None and scope is not self and getattr(scope, "owner", None) is not self:
             scope = scope.outer
-        return scope if scope is not None else self._last
+        try:
+            pop(scope if scope is not None else getattr(self, "_last", self))
+        except ScopeError as disorder:
+            if error is None:
+                raise
+            error.add_note(str(disorder))
 
     def __call__(self, fn: Callable[Params, Result]) -> Callable[Params, Result]:
         target = self._target
         return scoped_callable(fn, lambda: use_parallel_state(target))
 
 
-class _Bound:
-    """A scope with a fixed state and name, entered anew each time."""
-
-    __slots__ = ("_name", "_scope", "_state")
-
-    def __init__(self, state: ParallelState, name: str) -> None:
-        self._state = state
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._scope = push(self._state, self._name)
-
-    def __exit__(self, *exc: object) -> None:
-        pop(self._scope)
+def _meant(target: Any) -> tuple[ParallelState, str]:
+    """Return the state that a name or a state means, and how messages call it."""
+    if isinstance(target, ParallelState):
+        return target, target.names[0] if target.names else repr(target.topology)
+    if type(target) is str:
+        return registry.get(target), target
+    raise ArgumentError(
+        f"use_parallel_state: {target!r} is no state. Give a state or a registered name: {listed(registry.names())}.",
+        target=target,
+    )
 
 
 def bind(fn: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -231,7 +286,7 @@ def bind(fn: Callable[Params, Result]) -> Callable[Params, Result]:
     'other'
     """
     state, name = get_parallel_state(), scope_name() or "solo"
-    return scoped_callable(fn, lambda: _Bound(state, name))
+    return scoped_callable(fn, lambda: Scope(state, name))
 
 
 def set_default(state: ParallelState | None, name: str = "base") -> None:
@@ -248,15 +303,20 @@ def default_state() -> ParallelState | None:
     return _default
 
 
-def default_name() -> str | None:
-    """Return the name of the process-wide default, or None before any init. *Local.*"""
-    return _default_name if _default is not None else None
-
-
 def set_elsewhere(find: Callable[[], Scope | None]) -> None:
     """Let `find` say which scope a thread is in that entered none: a framework's worker thread. *Local.*"""
     global _elsewhere
     _elsewhere = find
+
+
+def mirror_in_thread() -> ThreadMirror:
+    """Keep every thread's innermost scope in a thread-local too, the open one of this context included. *Local.*"""
+    global _thread
+    with _lock:
+        if _thread is None:
+            _thread = ThreadMirror()
+            _thread.scope = read()
+        return _thread
 
 
 def add_mirror(mirror: ScopeMirror) -> None:
@@ -267,7 +327,7 @@ def add_mirror(mirror: ScopeMirror) -> None:
             return
         mirror.set_default(_default)
         chain = []
-        scope = _current()
+        scope = read()
         while scope is not None:
             chain.append(scope)
             scope = scope.outer
@@ -278,8 +338,9 @@ def add_mirror(mirror: ScopeMirror) -> None:
 
 def close_all() -> None:
     """Leave every scope of this execution context and forget the default. *Local.*"""
-    scope = _current()
+    scope = read()
     while scope is not None:
         pop(scope)
-        scope = _current()
+        scope.held = _CLOSED
+        scope = read()
     set_default(None)

@@ -61,6 +61,7 @@ class SimState(ParallelState):
     @property
     def mesh(self) -> SimMesh:
         """All ranks of the state over its base axes."""
+        self.require_live("mesh")
         names = self.topology.base_axes
         sizes = [self.size(name) for name in names]
         return SimMesh(names, np.array(self.members, dtype=np.int64).reshape(sizes))
@@ -68,6 +69,7 @@ class SimState(ParallelState):
     @property
     def fsdp_mesh(self) -> SimMesh:
         """The ranks that share this rank's parameters: (params,), or (replicate, params) where replicas exist."""
+        self.require_live("fsdp_mesh")
         roles = self.topology.spec.roles
         params = self.topology.role("params")
         replicate = roles.get("replicate", ())
@@ -77,6 +79,7 @@ class SimState(ParallelState):
         return SimMesh(names, np.array(ranks, dtype=np.int64).reshape(shape))
 
     def submesh(self, *axes: str) -> SimMesh:
+        self.require_live("submesh")
         sizes = [self.size(axis) for axis in axes]
         ranks = self.ranks(axes)
         return SimMesh(axes, np.array(ranks, dtype=np.int64).reshape(sizes))

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dualmesh import scope
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import private
 from dualmesh_torch.groups import GroupPool, check_options
-from dualmesh_torch.scope import mirror
+from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
 
 
@@ -28,7 +27,7 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         self._world: World | None = None
         self.pool: GroupPool | None = None
-        scope.add_mirror(mirror)
+        carry_to_workers()
 
     def world(self) -> World | None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

@@ -20,7 +20,7 @@ def fresh(code):
         ("import dualmesh", "[]"),
         ("import dualmesh as dm; dm.parallel_spec(dp_size=2).resolve(2).ranks('dp', 1)", "[]"),
         ("import dualmesh as dm; dm.parallel_spec(dp_size=2).resolve(2).partition('dp')", "['numpy']"),
-        ("import dualmesh_sim", "['numpy']"),
+        ("import dualmesh_sim", "[]"),
         ("import torch", "['numpy', 'torch']"),
     ],
 )
