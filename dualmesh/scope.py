@@ -1,6 +1,7 @@
 """Which state is ambient: one fact per execution context, mirrored where compiled and jitted code can read it.
 
-Names and states are kept in `registry`; scopes around functions, coroutines and generators are in `stepping`.
+Names and states are kept in `registry`; scopes around functions, coroutines and generators are in `stepping`. Longer
+than other modules, since entering a scope is fast only where the storages are this module's own variables.
 """
 
 import threading
