@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_TRANSPOSED = 1 << 16
+"""Ranks up to which all groups are had by transposing a grid; above, sums of digits are written faster."""
+
+
 class Digit(NamedTuple):
     """One digit of a rank: `(rank // stride) % size`."""
 
@@ -101,19 +105,20 @@ class Layout:
         rest.append(Digit(world_size // covered, covered))
         return Layout.of(reversed(rest))
 
-    def offsets(self, first: int = 0) -> "NDArray[np.int64]":
-        """Return `first` plus the offset of every index, shape (size,). *Pure.*"""
-        offsets = np.full(1, first, dtype=np.int64)
-        for size, stride in self.digits:
-            offsets = np.add.outer(offsets, np.arange(0, size * stride, stride, dtype=np.int64)).reshape(-1)
-        return offsets
-
     def partition(self, world_size: int, first: int = 0) -> "NDArray[np.int64]":
         """Return all groups of ranks first..first+world_size-1, shape (world_size // size, size). *Pure.*
 
         Groups are ordered by their first rank, ranks by their index.
         """
-        return np.add.outer(self.complement(world_size).offsets(first), self.offsets())
+        digits = Layout.joined((self.complement(world_size), self)).digits
+        if len(digits) > 1 and world_size > _TRANSPOSED:
+            ranks = np.full(1, first, dtype=np.int64)
+            for size, stride in digits:
+                ranks = np.add.outer(ranks, np.arange(0, size * stride, stride, dtype=np.int64)).reshape(-1)
+            return ranks.reshape(-1, self.size)
+        grid = sorted(digits, key=lambda digit: -digit.stride)
+        ranks = np.arange(first, first + world_size, dtype=np.int64).reshape([digit.size for digit in grid])
+        return ranks.transpose([grid.index(digit) for digit in digits]).reshape(-1, self.size)
 
 
 def row_major(sizes: Sequence[int]) -> list[Layout]:

@@ -161,3 +161,13 @@ def test_divisors_are_all_divisors_in_order(number):
     assert [number // divisor for divisor in reversed(found)] == found
     if number < 1000:
         assert found == [n for n in range(1, number + 1) if number % n == 0]
+
+
+@pytest.mark.parametrize("members", [[0], [3], [2, 0], [0, 1, 2, 3], [3, 2, 1, 0], []])
+def test_large_partitions_are_those_of_numpy(members):
+    sizes = [8, 16, 64, 16]
+    rest = [place for place in range(4) if place not in members]
+    ranks = np.arange(7, 7 + prod(sizes)).reshape(sizes).transpose(rest + members)
+    expected = ranks.reshape(-1, prod(sizes[place] for place in members))
+    layout = Layout.joined(row_major(sizes)[place] for place in members)
+    np.testing.assert_array_equal(layout.partition(prod(sizes), 7), expected)
