@@ -65,7 +65,7 @@ def _members(old: "Topology", new: "Topology") -> Iterator[str]:
     for what, before, after in pairs:
         for name in dict.fromkeys([*before, *after]):
             first, second = before.get(name), after.get(name)
-            if first != second and (what or (first and second)):
+            if first != second and (what or None not in (first, second)):
                 yield f"{what}{name}: {_named(first)} -> {_named(second)}"
 
 
