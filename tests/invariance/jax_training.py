@@ -1,0 +1,55 @@
+"""The model of `model` trained with JAX over any split: `dm.shard_map` under jit, optax's AdamW."""
+
+import jax
+import numpy as np
+import optax
+
+import dualmesh as dm
+from tests.invariance import model
+from tests.invariance.comparison import differences
+from tests.invariance.reference import BETAS, DECAY, EPSILON, LEARNING_RATE, STEPS
+from tests.invariance.splits import spec_of
+
+
+def runs(jobs, expected):
+    """Return {job: differences}."""
+    found = {}
+    for number, job in enumerate(jobs):
+        state = dm.init_parallel_state(spec=spec_of(dict(job.split)), name=str(number))
+        with dm.use_parallel_state(state):
+            found[job] = trained(job.micro_batches, job.dtype, expected)
+    return found
+
+
+def trained(accumulation, dtype, expected):
+    """Train global arrays in jit and compare."""
+    parameters = {
+        name: dm.distribute(value, model.STORED[name]) for name, value in model.initial_parameters(dtype).items()
+    }
+    batches = model.MICRO_BATCHES
+    specs = (model.STORED, model.TOKENS, model.TOKENS, dm.P())
+    loss_of = dm.shard_map(model.global_loss, in_specs=specs, out_specs=dm.P())
+    count = dm.shard_map(model.token_count, in_specs=(batches,), out_specs=dm.P())
+    optimizer = optax.adamw(LEARNING_RATE, *BETAS, EPSILON, weight_decay=DECAY)
+
+    @jax.jit
+    def update(parameters, optimizer_state, tokens, targets):
+        total = count(targets)
+
+        def whole(parameters):
+            return sum(loss_of(parameters, *micro, total) for micro in zip(tokens, targets, strict=True))
+
+        loss, gradients = jax.value_and_grad(whole)(parameters)
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
+        return optax.apply_updates(parameters, updates), optimizer_state, loss, gradients
+
+    optimizer_state = jax.jit(optimizer.init)(parameters)
+    losses, first = [], None
+    for step in range(STEPS):
+        micro_batches = [np.stack(np.split(part, accumulation)) for part in model.batch(step)]
+        micro_batches = [dm.distribute(part, batches) for part in micro_batches]
+        parameters, optimizer_state, loss, gradients = update(parameters, optimizer_state, *micro_batches)
+        losses.append(float(loss))
+        first = gradients if first is None else first
+    gradients, parameters = ({name: dm.to_numpy(x) for name, x in tree.items()} for tree in (first, parameters))
+    return differences(losses, gradients, parameters, expected)
