@@ -6,15 +6,14 @@ One partition is in `rank_groups`; axes that are digits of a rank are in `spec` 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
-from dualmesh.errors import RankError, SpecError, UnknownAxisError, counted, did_you_mean, listed
-from dualmesh.layout import Layout
+from dualmesh.errors import MembershipError, RankError, SpecError, UnknownAxisError, counted, did_you_mean, listed
+from dualmesh.layout import Digit, Layout
 from dualmesh.rank_groups import RankGroups
 from dualmesh.resolution import ROLES, positive, refuse, whole
 from dualmesh.spec import View, check_keys, names_of, pairs_of
-from dualmesh.topology import Axis
+from dualmesh.topology import Axis, Topology
 
 AXIS = "group"
 """What the axis of rank groups given without a name is called."""
@@ -131,27 +130,39 @@ class GroupSpec:
         return f"GroupSpec({self.axes!r}{roles})"
 
 
-@dataclass(frozen=True)
-class GroupTopology:
-    """Axes that are rank groups, in a world of known size. Answers like `Topology`, but from lists.
+class GroupTopology(Topology):
+    """Axes that are rank groups, in a world of known size. Answers what `Topology` does, but from lists.
 
-    What only a grid can answer (digits, coordinates, combined axes) is refused by name.
+    Its one grid axis is "world": the ranks that are in some group, rising. Specs and meshes exist for that; what else
+    only a grid can answer (layouts, coordinates, combined axes) is refused by name.
     """
 
-    spec: GroupSpec
-    world_size: int
+    spec: GroupSpec  # type: ignore[assignment]  # both kinds answer what is asked of a spec
+    _positions: Mapping[int, int]
 
-    rank_offset: ClassVar[int] = 0
-    base_axes: ClassVar[tuple[str, ...]] = ()
-    layouts: ClassVar[Mapping[str, Layout]] = MappingProxyType({})
+    def __init__(self, spec: GroupSpec, world_size: int) -> None:
+        members = sorted({rank for _, groups in spec.listed_axes for rank in groups.members})
+        super().__init__(spec, world_size, {"world": Layout.of([Digit(len(members), 1)])})  # type: ignore[arg-type]
+        self.__dict__.update(
+            base_axes=("world",),
+            axis_names=(*spec.axes, "world"),
+            _positions={rank: position for position, rank in enumerate(members)},
+        )
 
     @property
-    def axis_names(self) -> tuple[str, ...]:
-        """The axes, in declared order, then "world"."""
-        return (*self.spec.axes, "world")
+    def members(self) -> tuple[int, ...]:
+        """The ranks that are in a group of some axis, rising."""
+        return tuple(self._positions)
+
+    @cached_property
+    def _axes(self) -> Mapping[Axis, RankGroups]:
+        none = RankGroups([rank] for rank in self.members)
+        axes: dict[Axis, RankGroups] = {"world": RankGroups([self.members]), (): none}
+        axes.update(self.spec.axes)
+        return axes
 
     def groups(self, axis: Axis) -> RankGroups:
-        """Return the rank groups of an axis. *Pure.*
+        """Return the rank groups of an axis; of no axis, (), every rank alone. *Pure.*
 
         Raises:
             UnknownAxisError: The topology has no such axis.
@@ -159,12 +170,8 @@ class GroupTopology:
         """
         return self._axes[self._name(axis)]
 
-    @cached_property
-    def _axes(self) -> Mapping[str, RankGroups]:
-        return {**self.spec.axes, "world": RankGroups([range(self.world_size)])}
-
-    def _name(self, axis: Axis) -> str:
-        if isinstance(axis, tuple):
+    def _name(self, axis: Axis) -> Axis:
+        if isinstance(axis, tuple) and axis:
             if len(axis) != 1:
                 self._no_grid(axis, "a combination of axes")
             axis = axis[0]
@@ -180,21 +187,31 @@ class GroupTopology:
 
     def size(self, axis: Axis, rank: int | None = None) -> int:
         """Return the size of a rank's group; without a rank, the size that all groups of the axis have. *Pure.*"""
-        return self.groups(axis).size(rank)
+        return self.groups(axis).size() if rank is None else self._around(axis, rank).size(rank)
+
+    def group_sizes(self, axis: Axis, ranks: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Return the different sizes that the groups of some ranks (None: all groups) have, rising. *Pure.*"""
+        groups = self.groups(axis)
+        sizes = groups.sizes if ranks is None else [self._around(axis, rank).size(rank) for rank in ranks]
+        return tuple(sorted(set(sizes)))
+
+    def rank_groups(self, axis: Axis) -> RankGroups | None:
+        """Return the lists of ranks that an axis without digits is, or None. *Pure.*"""
+        return None if self._name(axis) in ("world", ()) else self.groups(axis)
 
     def index(self, axis: Axis, rank: int) -> int:
         """Return the place of a rank in its group's list. *Pure.*"""
-        return self.groups(axis).index(self.position(rank))
+        return self._around(axis, rank).index(rank)
 
     def ranks(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Return the group of a rank, in the listed order. *Pure.*"""
-        return self.groups(axis).ranks(self.position(rank))
+        return self._around(axis, rank).ranks(rank)
 
     def member(self, axis: Axis, rank: int, index: int) -> int:
         """Return the rank at `index` in the group of `rank`. *Pure.*"""
-        return self.groups(axis).member(self.position(rank), index)
+        return self._around(axis, rank).member(rank, index)
 
-    def partition(self, axis: Axis) -> list[tuple[int, ...]]:
+    def partition(self, axis: Axis) -> list[tuple[int, ...]]:  # type: ignore[override]  # groups may differ in size
         """Return all groups of an axis, in the listed order. *Pure.*"""
         return self.groups(axis).partition()
 
@@ -203,37 +220,43 @@ class GroupTopology:
         return self.groups(axis).is_member(rank)
 
     def has_rank(self, rank: int) -> bool:
-        """Tell whether a rank is in a group of any axis but "world". *Pure.*"""
-        return any(groups.is_member(rank) for _, groups in self.spec.listed_axes)
+        """Tell whether a rank is in a group of any axis. *Pure.*"""
+        return rank in self._positions
 
     def position(self, rank: int) -> int:
-        """Return the rank, if it is in this world. *Pure.*
+        """Return the place of a rank among the members. *Pure.*
 
         Raises:
             RankError: The rank is not in this world.
+            MembershipError: The rank is in no group of any axis.
         """
-        number = whole(rank)
-        if number is not None and 0 <= number < self.world_size:
-            return number
-        raise RankError(
-            f"Topology: rank {rank!r} is not in its world. Ranks: 0..{self.world_size - 1}.",
-            rank=rank,
-            world_size=self.world_size,
-        )
+        return self._around("world", rank).index(rank)
 
-    def role(self, part: str) -> tuple[str, ...]:
-        """Return the axis that plays a part. *Pure.*"""
-        if part in self.spec.roles:
-            return self.spec.roles[part]
-        raise SpecError(
-            f"Topology: the spec does not say which axis plays the role {part!r}. Roles given: "
-            f"{listed(self.spec.roles)}.",
-            role=part,
-        )
+    def _around(self, axis: Axis, rank: int) -> RankGroups:
+        """Return the groups of an axis that a rank is in, or refuse the rank."""
+        groups, number = self.groups(axis), whole(rank)
+        if number is None or not 0 <= number < self.world_size:
+            raise RankError(
+                f"Topology: rank {rank!r} is not in its world. Ranks: 0..{self.world_size - 1}.",
+                rank=rank,
+                world_size=self.world_size,
+            )
+        if not groups.is_member(number):
+            raise MembershipError(
+                f"Topology: rank {rank} is in no group of axis {axis!r}. Its groups: {listed(groups)}. Ask is_member "
+                f"first.",
+                rank=rank,
+                axis=axis,
+                groups=groups,
+            )
+        return groups
 
-    def layout(self, axis: Axis) -> NoReturn:
-        """Refuse: the axis has no digits. *Pure.*"""
-        self._no_grid(self._name(axis), "its layout (specs, meshes)")
+    def layout(self, axis: Axis) -> Layout:
+        """Return the digits of "world" or of no axis, (); refuse the others: they have none. *Pure.*"""
+        name = self._name(axis)
+        if name == "world":
+            return self.layouts["world"]
+        return Layout(()) if name == () else self._no_grid(name, "its layout (specs, meshes)")
 
     def coords(self, rank: int) -> NoReturn:
         """Refuse: there is no grid. *Pure.*"""
@@ -246,5 +269,4 @@ class GroupTopology:
         axes = ", ".join(f"{name}={counted(len(groups), 'group')}" for name, groups in self.spec.listed_axes)
         return f"GroupTopology({axes}, world_size={self.world_size})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "world_size": self.world_size}
+    __str__ = __repr__

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from dualmesh import scope
 from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.group_topology import GroupSpec
+from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import registry
 from dualmesh.resolution import whole
 from dualmesh.session import Session, session_for
@@ -17,6 +19,7 @@ from dualmesh.state import ParallelState, StatePlan
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
+AnySpec = TopologySpec | GroupSpec
 DP_MODES = ("fsdp2", "fsdp1", "ddp")
 INCLUDE_SP = (
     "init_parallel_state: include_sp_in_fsdp=False is not supported: parameters are always sharded over the sequence "
@@ -41,7 +44,7 @@ def init_parallel_state(
     async_enabled: bool = False,
     name: str = "base",
     *,
-    spec: TopologySpec | None = None,
+    spec: AnySpec | RankGroups | None = None,
     ep_size: int | None = None,
     ep_over: Sequence[str] | None = None,
     extra_parallel_outermost: Sequence[bool] | None = None,
@@ -63,7 +66,7 @@ def init_parallel_state(
             innermost unless `extra_parallel_outermost` says otherwise.
         async_enabled: Kept for the trainer.
         name: The name to register.
-        spec: Axes of one's own, instead of sizes.
+        spec: Axes of one's own, instead of sizes: a grid, or rank groups (one axis "group", or several named ones).
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.
         ranks: The session ranks of the state in grid order, when it is not over all of them.
         own_groups: Give the state communicators of its own.
@@ -120,7 +123,7 @@ def init_parallel_state(
 
 
 def init_parallel_states(
-    specs: Mapping[str, TopologySpec],
+    specs: Mapping[str, AnySpec | RankGroups],
     default: str | None = None,
     *,
     dp_mode: str = "fsdp2",
@@ -134,7 +137,7 @@ def init_parallel_states(
     """Register several named states at once, all or none. *Collective over their ranks*; in any order of names.
 
     Args:
-        specs: Specs by name.
+        specs: Specs by name, as in `init_parallel_state`.
         default: The name that becomes the process-wide default where there is none yet; None: the first.
         dp_mode: As in `init_parallel_state`, like all further arguments.
 
@@ -145,7 +148,7 @@ def init_parallel_states(
     >>> states["talker"].size("dp")
     4
     """
-    _check_names(specs, default)
+    wanted = _named_specs(specs, default)
     if dp_mode not in DP_MODES:
         raise ArgumentError(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
@@ -156,7 +159,7 @@ def init_parallel_states(
         places = _places(ranks, current)
         plans = {
             name: StatePlan(
-                topology=_fitted(name, specs[name], places, current),
+                topology=_fitted(name, wanted[name], places, current),
                 ranks=places,
                 backend=current.backend,
                 device_type=device_type or current.world.device_type,
@@ -165,25 +168,25 @@ def init_parallel_states(
                 own_groups=bool(own_groups),
                 group_options=tuple(sorted((group_options or {}).items())),
             )
-            for name in sorted(specs)
+            for name in sorted(wanted)
         }
-        return _registered(specs, default, plans, current)
+        return _registered(tuple(wanted), default, plans, current)
 
 
 def _registered(
-    specs: Mapping[str, TopologySpec], default: str | None, plans: Mapping[str, StatePlan], current: Session
+    names: Sequence[str], default: str | None, plans: Mapping[str, StatePlan], current: Session
 ) -> dict[str, ParallelState]:
     states = {name: registry.taken(name, plan) for name, plan in plans.items()}
     wanted = {name: plan for name, plan in plans.items() if states[name] is None}
     missing = [plan for plan in dict.fromkeys(wanted.values()) if registry.find(plan) is None]
     built = dict(zip(missing, current.driver.build(missing, current.world) if missing else [], strict=True))
-    for name in specs:
+    for name in names:
         if name in wanted:
             registry.add(name, built.get(wanted[name]) or _found(wanted[name]))
-    if scope.default_state() is None and specs:
-        first = default if default is not None else next(iter(specs))
+    if scope.default_state() is None and names:
+        first = default if default is not None else names[0]
         scope.set_default(registry.get(first), first)
-    return {name: registry.get(name) for name in specs}
+    return {name: registry.get(name) for name in names}
 
 
 def _found(plan: StatePlan) -> ParallelState:
@@ -193,14 +196,17 @@ def _found(plan: StatePlan) -> ParallelState:
     return state
 
 
-def _check_names(specs: Mapping[str, TopologySpec], default: str | None) -> None:
+def _named_specs(specs: Mapping[str, Any], default: str | None) -> dict[str, AnySpec]:
+    """Return the specs by checked names; bare rank groups become the one axis of a spec."""
+    named: dict[str, AnySpec] = {}
     for name, spec in specs.items():
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"init_parallel_state: {name!r} is no name. Names are non-empty strings.", name=name)
-        if not isinstance(spec, TopologySpec):
+        named[name] = GroupSpec.of(spec) if isinstance(spec, RankGroups) else spec
+        if not isinstance(named[name], TopologySpec | GroupSpec):
             raise ArgumentError(
                 f"init_parallel_states: {name!r} maps to {spec!r}. Give a dm.TopologySpec, for example "
-                f"dm.parallel_spec(dp_size=2).",
+                f"dm.parallel_spec(dp_size=2), or rank groups (dm.RankGroups, dm.GroupSpec).",
                 name=name,
                 spec=spec,
             )
@@ -210,6 +216,7 @@ def _check_names(specs: Mapping[str, TopologySpec], default: str | None) -> None
             f"{did_you_mean(default, specs)}",
             default=default,
         )
+    return named
 
 
 def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | None:
@@ -218,7 +225,6 @@ def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | 
         return None
     places = tuple(ranks)
     numbers = [whole(rank) for rank in places]
-    world = range(current.world_size)
     world = range(current.world_size)
     bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
     if bad or len(set(numbers)) < len(places) or not places:
@@ -231,11 +237,11 @@ def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | 
     return None if kept == tuple(range(current.world_size)) else kept
 
 
-def _fitted(name: str, spec: TopologySpec, places: tuple[int, ...] | None, current: Session) -> Topology:
+def _fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, current: Session) -> Topology:
     """Resolve a spec for the ranks that the state is over."""
     if places is not None:
         return spec.resolve(len(places))
-    if not whole(spec.rank_offset):
+    if isinstance(spec, GroupSpec) or not whole(spec.rank_offset):
         return spec.resolve(current.world_size)
     sizes = [whole(size) or 0 for size in spec.axes.values()]
     rest = current.world_size - spec.rank_offset

@@ -80,13 +80,15 @@ def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None
     Membership(ranks=(0, 1, 2, 3), lane='param')
     """
     return {
-        axis: membership(topology, axis, lane_of(topology, axis), grid_rank, places) for axis in topology.axis_names
+        axis: membership(topology, axis, lane_of(topology, axis), grid_rank, places)
+        for axis in topology.axis_names
+        if topology.is_member(axis, grid_rank)
     }
 
 
 def loss_membership(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> Membership | None:
-    """Return the group over which `token_mean` reduces, in lane "data", or None without the role "loss". *Pure.*"""
-    if "loss" not in topology.spec.roles:
+    """Return the group over which `token_mean` reduces, in lane "data", or None where nothing is. *Pure.*"""
+    if "loss" not in topology.spec.roles or not topology.is_member(topology.role("loss"), grid_rank):
         return None
     return membership(topology, topology.role("loss"), "data", grid_rank, places)
 

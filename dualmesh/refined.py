@@ -27,8 +27,8 @@ class Refinement:
 
     @classmethod
     def of(cls, topologies: Sequence[Topology]) -> "Refinement | None":
-        """Return the coarsest refinement of topologies of one world size, or None if there is none. *Pure.*"""
-        size = topologies[0].world_size
+        """Return the coarsest refinement of topologies over as many ranks, or None if there is none. *Pure.*"""
+        size = topologies[0].size("world")
         layouts = (layout for topology in topologies for layout in topology.layouts.values())
         atoms = refinement(layouts, size)
         if atoms is None:

@@ -168,13 +168,13 @@ def _topology(state: Any) -> Topology:
 
 def _axis(topology: Topology, name: str, role: str | None = None) -> Axis | None:
     """Return the axis of a name, else the axes of a role, else None."""
-    if name in topology.layouts:
+    if name in topology.axis_names:
         return name
     return topology.spec.roles.get(role) if role is not None else None
 
 
 def _size(state: Any, axis: Axis | None) -> int:
-    return 1 if axis is None else _topology(state).layout(axis).size
+    return 1 if axis is None else state.size(axis)
 
 
 def _rank(state: Any, axis: Axis | None, absent: int, grouped: bool) -> Any:
@@ -224,7 +224,7 @@ def _extra_names(topology: Topology) -> tuple[str, ...]:
 def _extra_axes(topology: Topology, name: str) -> tuple[str, ...]:
     """Return the axes of an extra parallel's mesh: its replicas where there are some, then its view's axes."""
     replicate = f"{name}_replicate"
-    replicas = (replicate,) if replicate in topology.layouts and topology.size(replicate) > 1 else ()
+    replicas = (replicate,) if replicate in topology.axis_names and topology.size(replicate) > 1 else ()
     for _, view in topology.spec.named_views:
         if name in view.axes:
             return (*replicas, *view.axes)
@@ -234,7 +234,7 @@ def _extra_axes(topology: Topology, name: str) -> tuple[str, ...]:
 def _extra_mesh(state: Any, name: str) -> Any:
     topology = _topology(state)
     axis = _axis(topology, name)
-    return None if axis is None or topology.size(axis) == 1 else state.submesh(*_extra_axes(topology, name))
+    return None if axis is None or _size(state, axis) == 1 else state.submesh(*_extra_axes(topology, name))
 
 
 def _extra_fsdp_size(state: Any, name: str) -> int:

@@ -85,7 +85,7 @@ class ParallelState(SeedAttributes, ABC):
         self.plan = plan
         self.world = world
         self.topology: Topology = plan.topology
-        self.world_size: int = plan.topology.world_size
+        self.world_size: int = plan.topology.size("world")
         self.axis_names: tuple[str, ...] = plan.topology.axis_names
         self.names: list[str] = []
         self._positions = None if plan.ranks is None else {rank: place for place, rank in enumerate(plan.ranks)}
@@ -122,18 +122,43 @@ class ParallelState(SeedAttributes, ABC):
 
     def has_rank(self, rank: int) -> bool:
         """Tell whether a session rank is in the state. *Pure.*"""
-        if self._positions is not None:
-            return rank in self._positions
-        return 0 <= rank - self.topology.rank_offset < self.world_size
+        if self._positions is None:
+            return self.topology.has_rank(rank)
+        place = self._positions.get(rank)
+        return place is not None and self.topology.has_rank(place + self.topology.rank_offset)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The session ranks of the state, in grid order. *Pure*, O(world)."""
+        return tuple(map(self.session_rank, self.topology.members))
 
     # -- sizes and ranks -------------------------------------------------------------------------------------------
 
-    def size(self, axis: Axis) -> int:
-        """Return the number of positions along an axis. *Pure.*"""
+    def size(self, axis: Axis, rank: int | None = None) -> int:
+        """Return the number of positions along an axis: of a rank's group, where rank groups differ in size. *Pure.*
+
+        Raises:
+            RankError: Groups differ in size and `rank` is left out where this process holds several.
+        """
+        sizes = self.group_sizes(axis)
+        if rank is not None:
+            return self.topology.size(axis, self.grid_rank(rank))
+        return sizes[0] if len(sizes) == 1 else self._own_size(axis)
+
+    def group_sizes(self, axis: Axis) -> tuple[int, ...]:
+        """Return the different sizes that groups of an axis have, rising: one, unless they are rank groups. *Pure.*"""
         try:
-            return self.topology.layout(axis).size
+            return self.topology.group_sizes(axis)
         except UnknownAxisError:
             raise self.unknown_axis(axis) from None
+
+    def sizes_here(self, axis: Axis) -> tuple[int, ...]:
+        """Return the different sizes of the groups of the ranks that this code runs as, rising. *Pure.*
+
+        Raises:
+            MembershipError: One of them is in no group of the axis.
+        """
+        return self.topology.group_sizes(axis, map(self.grid_rank, self.local_ranks))
 
     def enabled(self, axis: Axis) -> bool:
         """Tell whether an axis has more than one position. *Pure.*"""
@@ -145,14 +170,14 @@ class ParallelState(SeedAttributes, ABC):
         Raises:
             RankError: `rank` is left out where this process holds several, or is no rank of the state.
         """
-        self.size(axis)
+        self.group_sizes(axis)
         if rank is None:
             return self._own_index(axis)
         return self.topology.index(axis, self.grid_rank(rank))
 
     def ranks(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
         """Return the session ranks of a rank's group along an axis, in index order. *Pure.*"""
-        self.size(axis)
+        self.group_sizes(axis)
         grid_ranks = self.topology.ranks(axis, self.grid_rank(self.own_rank() if rank is None else rank))
         return tuple(self.session_rank(grid_rank) for grid_rank in grid_ranks)
 
@@ -184,6 +209,9 @@ class ParallelState(SeedAttributes, ABC):
             f"dm.shard_map.",
             ranks=mine,
         )
+
+    def _own_size(self, axis: Axis) -> Any:
+        return self.topology.size(axis, self.grid_rank(self.own_rank()))
 
     def _own_index(self, axis: Axis) -> Any:
         return self.topology.index(axis, self.grid_rank(self.own_rank()))
@@ -280,8 +308,8 @@ class ParallelState(SeedAttributes, ABC):
 
     @property
     def _rank_list(self) -> str:
-        first = self.topology.rank_offset
-        return f"{first}..{first + self.world_size - 1}" if self.plan.ranks is None else listed(self.plan.ranks)
+        ranks = self.topology.members if self.plan.ranks is None else self.members
+        return f"{ranks[0]}..{ranks[-1]}" if isinstance(ranks, range) else listed(ranks)
 
     # -- words -----------------------------------------------------------------------------------------------------
 
@@ -303,6 +331,9 @@ class ParallelState(SeedAttributes, ABC):
     def __repr__(self) -> str:
         name = f"{self.names[0]!r}, " if self.names else ""
         return f"<{type(self).__name__} {name}{self.topology!r}>"
+
+    def __copy__(self) -> "ParallelState":
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelState":
         return self

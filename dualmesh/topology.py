@@ -3,7 +3,7 @@
 How a spec is checked and resolved is in `resolution`; states, groups and meshes are in `state` and the backends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from dualmesh.rank_groups import RankGroups
     from dualmesh.spec import TopologySpec
 
 Axis = str | tuple[str, ...]
@@ -110,9 +111,17 @@ class Topology:
             axes=self.axis_names,
         )
 
-    def size(self, axis: Axis) -> int:
-        """Return the number of positions along an axis. *Pure.*"""
+    def size(self, axis: Axis, rank: int | None = None) -> int:
+        """Return the number of positions along an axis, the same for every rank. *Pure.*"""
         return self.layout(axis).size
+
+    def group_sizes(self, axis: Axis, ranks: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Return the different sizes that the groups of some ranks (None: all) have: one, in a grid. *Pure.*"""
+        return (self.layout(axis).size,)
+
+    def rank_groups(self, axis: Axis) -> "RankGroups | None":
+        """Return the lists of ranks that an axis without digits is, or None: in a grid every axis has some. *Pure.*"""
+        return None
 
     def index(self, axis: Axis, rank: int) -> int:
         """Return the position of a rank along an axis. *Pure.*"""
@@ -147,9 +156,18 @@ class Topology:
         """Return all groups of an axis, shape (n_groups, size), ordered by their first rank. *Pure.*"""
         return self.layout(axis).partition(self.world_size, self.rank_offset)
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks of this world, rising."""
+        return range(self.rank_offset, self.rank_offset + self.world_size)
+
     def has_rank(self, rank: int) -> bool:
         """Tell whether a rank is in this world. *Pure.*"""
         return 0 <= rank - self.rank_offset < self.world_size
+
+    def is_member(self, axis: Axis, rank: int) -> bool:
+        """Tell whether a rank is in a group of an axis: in a grid every rank of the world. *Pure.*"""
+        return self.layout(axis).size > 0 and self.has_rank(rank)
 
     def position(self, rank: int) -> int:
         """Return a rank's place in the grid, `rank - rank_offset`. *Pure.*

@@ -92,10 +92,8 @@ class JaxBackend(Backend):
 
 def _order(plan: StatePlan) -> tuple[int, ...]:
     """Return the session ranks of a state in grid order."""
-    if plan.ranks is not None:
-        return plan.ranks
-    first = plan.topology.rank_offset
-    return tuple(range(first, first + plan.topology.world_size))
+    places, first = plan.ranks, plan.topology.rank_offset
+    return tuple(rank if places is None else places[rank - first] for rank in plan.topology.members)
 
 
 def _asked_size(launch: Launch) -> int | None:

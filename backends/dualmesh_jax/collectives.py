@@ -1,6 +1,6 @@
 """The collectives on `jax.lax`, per rank inside `shard_map`.
 
-What `shard_map` is, is in `programs`; which mesh axes an axis is made of, in `meshes`.
+What `shard_map` is, is in `programs`; what of the mesh an axis is, in `lines`.
 """
 
 # mypy: allow-untyped-calls
@@ -21,12 +21,12 @@ from dualmesh.op_table import call, transpose
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
 from dualmesh_jax.keys import check_agreement
+from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
 
-Names = tuple[str, ...]
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (np.bool_, "bool"),
     (jnp.integer, "integer"),
@@ -44,7 +44,7 @@ class JaxCollectives(Collectives):
 
     def __init__(self, state: "JaxState") -> None:
         self._state = state
-        self._axes = state.axes
+        self._line = state.line
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -57,33 +57,37 @@ class JaxCollectives(Collectives):
         return kind_of(where, x.dtype)
 
     def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
-        names = self._axes(axis)
+        line = self._line(axis)
         if op in ("max", "min"):
-            return _extreme(x, names, axis, op)
-        return lax.psum(x, names) if op == "sum" else lax.pmean(x, names)
+            return _extreme(x, line, axis, op)
+        return line.sum(x) if op == "sum" else line.mean(x)
 
     def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
         if x.size == 0:
             return _empty(x, {dim: self._state.size(axis)}, {})
-        return lax.all_gather(x, self._axes(axis), axis=dim, tiled=True)
+        line = self._line(axis)
+        return lax.all_gather(x, line.names, axis=dim, axis_index_groups=line.groups, tiled=True)
 
     def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
         if x.size == 0:
             return _empty(x, {}, {dim: self._state.size(axis)})
-        block = lax.psum_scatter(x, self._axes(axis), scatter_dimension=dim, tiled=True)
+        line = self._line(axis)
+        block = lax.psum_scatter(x, line.names, scatter_dimension=dim, axis_index_groups=line.groups, tiled=True)
         return block / self._state.size(axis) if op == "mean" else block
 
     def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
         if x.size == 0:
             size = self._state.size(axis)
             return _empty(x, {concat_dim: size}, {split_dim: size})
-        return lax.all_to_all(x, self._axes(axis), split_dim, concat_dim, tiled=True)
+        line = self._line(axis)
+        return lax.all_to_all(x, line.names, split_dim, concat_dim, axis_index_groups=line.groups, tiled=True)
 
     def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
-        return _broadcast(x, self._axes(axis), src)
+        return _broadcast(x, self._line(axis), src)
 
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
-        names = self._axes(axis)
+        line = self._line(axis)
+        names, pairs = line.names, line.pairs(pairs)
         if not names:
             return jnp.zeros_like(x)
         # lax.ppermute counts a tuple of axes in the order of the mesh, whatever the order of the tuple.
@@ -97,13 +101,13 @@ class JaxCollectives(Collectives):
     def ragged_all_to_all(
         self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
     ) -> Any:
-        return exchanged(x, self._axes(axis), jnp.asarray(send_counts), jnp.asarray(recv_counts), rows)
+        return exchanged(x, self._line(axis), jnp.asarray(send_counts), jnp.asarray(recv_counts), rows)
 
     def enter(self, x: Any, axis: Axis) -> Any:
-        return _enter(x, self._axes(axis))
+        return _enter(x, self._line(axis))
 
     def leave(self, x: Any, axis: Axis) -> Any:
-        return _leave(x, self._axes(axis))
+        return _leave(x, self._line(axis))
 
     def take_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
         size = self._state.size(axis)
@@ -113,17 +117,17 @@ class JaxCollectives(Collectives):
         return lax.dynamic_slice_in_dim(x, self.axis_index(axis) * width, width, dim)
 
     def axis_index(self, axis: Axis) -> Any:
-        if self._state.size(axis) == 1:
+        if self._state.group_sizes(axis) == (1,):
             return 0
         self._require_inside("ops.axis_index", axis)
-        return lax.axis_index(self._axes(axis))
+        return self._line(axis).index()
 
     def stop_gradient(self, x: Any) -> Any:
         return lax.stop_gradient(x)
 
     def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
         """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""
-        total = lax.psum(x, self._axes(axis))
+        total = self._line(axis).sum(x)
         return jnp.where(self.axis_index(axis) == src, total, jnp.zeros_like(total))
 
     def place_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
@@ -164,54 +168,54 @@ def kind_of(where: str, dtype: Any) -> Kind:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _extreme(x: Any, names: Names, axis: Axis, op: str) -> Any:
-    return lax.pmax(x, names) if op == "max" else lax.pmin(x, names)
+def _extreme(x: Any, line: Line, axis: Axis, op: str) -> Any:
+    return line.max(x) if op == "max" else line.min(x)
 
 
 @_extreme.defjvp
-def _extreme_jvp(names: Names, axis: Axis, op: str, primals: Any, tangents: Any) -> Any:
+def _extreme_jvp(line: Line, axis: Axis, op: str, primals: Any, tangents: Any) -> Any:
     transpose(call("all_reduce", axis, 0, op=op))  # raises: the op table knows no gradient, and says so
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(x: Any, names: Names) -> Any:
+def _enter(x: Any, line: Line) -> Any:
     return x
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave(x: Any, names: Names) -> Any:
-    return lax.psum(x, names)
+def _leave(x: Any, line: Line) -> Any:
+    return line.sum(x)
 
 
-def _summed(names: Names, _: None, cotangent: Any) -> tuple[Any]:
-    return (lax.psum(cotangent, names),)
+def _summed(line: Line, _: None, cotangent: Any) -> tuple[Any]:
+    return (line.sum(cotangent),)
 
 
-def _passed(names: Names, _: None, cotangent: Any) -> tuple[Any]:
+def _passed(line: Line, _: None, cotangent: Any) -> tuple[Any]:
     return (cotangent,)
 
 
-_enter.defvjp(lambda x, names: (x, None), _summed)
-_leave.defvjp(lambda x, names: (lax.psum(x, names), None), _passed)
+_enter.defvjp(lambda x, line: (x, None), _summed)
+_leave.defvjp(lambda x, line: (line.sum(x), None), _passed)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _broadcast(x: Any, names: Names, src: int) -> Any:
+def _broadcast(x: Any, line: Line, src: int) -> Any:
     """Sum the bits, zero everywhere but at `src`: a sum of floats would turn -0.0 into 0.0."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_broadcast(jnp.real(x), names, src), _broadcast(jnp.imag(x), names, src))
+        return lax.complex(_broadcast(jnp.real(x), line, src), _broadcast(jnp.imag(x), line, src))
     bits = _bits_of(x)
-    sent = lax.psum(jnp.where(lax.axis_index(names) == src, bits, jnp.zeros_like(bits)), names)
+    sent = line.sum(jnp.where(line.index() == src, bits, jnp.zeros_like(bits)))
     if jnp.issubdtype(x.dtype, jnp.floating):
         return lax.bitcast_convert_type(sent, x.dtype)
     return sent.astype(x.dtype)
 
 
 @_broadcast.defjvp
-def _broadcast_jvp(names: Names, src: int, primals: Any, tangents: Any) -> Any:
+def _broadcast_jvp(line: Line, src: int, primals: Any, tangents: Any) -> Any:
     (x,), (dx,) = primals, tangents
-    masked = jnp.where(lax.axis_index(names) == src, dx, jnp.zeros_like(dx))
-    return _broadcast(x, names, src), lax.psum(masked, names)
+    masked = jnp.where(line.index() == src, dx, jnp.zeros_like(dx))
+    return _broadcast(x, line, src), line.sum(masked)
 
 
 def _bits_of(x: Any) -> Any:

@@ -11,8 +11,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from dualmesh_jax.lines import Line
 
-def exchanged(x: Any, names: tuple[str, ...], send_counts: Any, recv_counts: Any, rows: int) -> Any:
+
+def exchanged(x: Any, line: Line, send_counts: Any, recv_counts: Any, rows: int) -> Any:
     """Send runs of rows to the indices in order; return what arrives by sender, then zeros up to `rows`.
 
     Every pair of ranks exchanges a block of the longest run that there can be, padded: `lax.ragged_all_to_all` would
@@ -24,8 +26,8 @@ def exchanged(x: Any, names: tuple[str, ...], send_counts: Any, recv_counts: Any
         return result
     send, received = jnp.asarray(send_counts, jnp.int32), jnp.asarray(recv_counts, jnp.int32)
     blocks = jnp.take(x, _places(send, longest, x.shape[0]), axis=0, mode="fill", fill_value=0)
-    if names:
-        blocks = lax.all_to_all(blocks, names, 0, 0, tiled=True)
+    if len(send_counts) > 1:
+        blocks = lax.all_to_all(blocks, line.names, 0, 0, axis_index_groups=line.groups, tiled=True)
     return result.at[_places(received, longest, rows)].set(blocks, mode="drop")
 
 

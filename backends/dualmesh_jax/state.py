@@ -9,10 +9,9 @@ Meshes are made in `meshes`; what is computed on arrays is in `collectives`, `ar
 from collections.abc import Iterable
 from typing import Any
 
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from dualmesh.errors import ShardingError, listed
+from dualmesh.errors import MembershipError, ShardingError, listed
 from dualmesh.partition_spec import P, check_axes, split_axes
 from dualmesh.state import AxisTable, ParallelState, StatePlan, World
 from dualmesh.topology import Axis
@@ -20,8 +19,14 @@ from dualmesh_jax.arrays import JaxArrays
 from dualmesh_jax.collectives import JaxCollectives
 from dualmesh_jax.host import JaxHostObjects
 from dualmesh_jax.keys import give_key
+from dualmesh_jax.lines import Line
 from dualmesh_jax.meshes import SharedMesh, mesh_of
 from dualmesh_jax.programs import JaxPrograms
+
+LEFT_OUT = (
+    "axis {axis!r} of {label} leaves out rank {rank} of the state. In JAX one program runs as all ranks of a state: "
+    "list the others too, each as a group of one, or register these groups as a state of their own."
+)
 
 
 class JaxState(ParallelState):
@@ -35,6 +40,8 @@ class JaxState(ParallelState):
         self.shared = shared
         self.key = give_key(self, shared.serial)
         self._native = AxisTable(self._native_for)
+        self._lines = AxisTable(self._line_for)
+        self.line = self._lines.__getitem__
         self.collectives = JaxCollectives(self)
         self.arrays = JaxArrays(self)
         self.programs = JaxPrograms(self)
@@ -100,18 +107,38 @@ class JaxState(ParallelState):
         names = self.axes(axes)
         return names[0] if len(names) == 1 else names or None
 
+    def sizes_here(self, axis: Axis) -> tuple[int, ...]:
+        try:
+            return self.topology.group_sizes(axis, self.topology.members)
+        except MembershipError as error:
+            raise MembershipError(
+                LEFT_OUT.format(axis=axis, label=self.label, rank=self.session_rank(error.rank)),
+                axis=axis,
+                rank=error.rank,
+            ) from None
+
     def _native_for(self, axis: Axis) -> tuple[str, ...]:
-        self.size(axis)
+        self.group_sizes(axis)
         self.require_live("axes")
         return self.shared.axes(self.topology.layout(axis))
+
+    def _line_for(self, axis: Axis) -> Line:
+        groups = self.topology.rank_groups(axis)
+        if groups is None:
+            return Line(self.axes(axis))
+        self.sizes_here(axis)
+        return Line(self.axes("world"), tuple(tuple(map(self.topology.position, group)) for group in groups))
 
     def _group_for(self, axis: Axis) -> tuple[str, ...]:
         return self.axes(axis)
 
     def _own_index(self, axis: Axis) -> Any:
-        if self.size(axis) == 1:
+        if self.group_sizes(axis) == (1,):
             return 0
-        return lax.axis_index(self.axes(axis)) if self.is_manual(axis) else super()._own_index(axis)
+        return self.line(axis).index() if self.is_manual(axis) else super()._own_index(axis)
+
+    def _own_size(self, axis: Axis) -> Any:
+        return self.line(axis).size() if self.is_manual(axis) else super()._own_size(axis)
 
     def is_manual(self, axis: Axis) -> bool:
         """Tell whether this code runs per rank along an axis: inside a `shard_map` over this state's mesh. *Local.*"""
@@ -119,9 +146,10 @@ class JaxState(ParallelState):
         return (
             bool(around.manual_axes)
             and around.shape_tuple == self.shared.mesh.shape_tuple
-            and set(self.axes(axis)) <= set(around.manual_axes)
+            and set(self.line(axis).names) <= set(around.manual_axes)
         )
 
     def release(self) -> None:
         super().release()
         self._native.clear()
+        self._lines.clear()

@@ -44,13 +44,16 @@ class SimState(ParallelState):
 
     def __init__(self, plan: StatePlan, world: World, timeout_s: float) -> None:
         super().__init__(plan, world)
-        offset = plan.topology.rank_offset
-        self.members = tuple(self.session_rank(offset + position) for position in range(self.world_size))
+        self._members = super().members
         self.group = self._group_for  # a group is another one on every rank, so nothing is kept per axis
         self.collectives = SimCollectives(self)
         self.arrays = arrays = SimArrays(self)
         self.programs = SimPrograms(self, arrays, timeout_s)
         self.host = SimHostObjects(self)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
 
     @property
     def held_ranks(self) -> tuple[int, ...]:

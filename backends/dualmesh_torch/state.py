@@ -149,6 +149,9 @@ class TorchState(ParallelState):
 
     # -- this rank -------------------------------------------------------------------------------------------------
 
+    def sizes_here(self, axis: Axis) -> tuple[int, ...]:
+        return self.topology.group_sizes(axis, (self._place,))
+
     def index(self, axis: Axis, rank: int | None = None) -> Any:
         return super().index(axis, rank) if rank is not None else self._indices[axis]
 

@@ -6,7 +6,7 @@ The collectives themselves are in `collectives`, `pairs` and `ragged`.
 import operator
 from typing import Any
 
-from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError, counted, listed
+from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
 from dualmesh.resolution import whole
 from dualmesh.scope import current_scope, get_parallel_state
 from dualmesh.state import ParallelState
@@ -20,21 +20,50 @@ KINDS = {
 }
 
 
-def resolved(where: str, axis: Axis | list[str], state: ParallelState | None) -> tuple[ParallelState, Axis, int]:
-    """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*"""
+UNEQUAL = (
+    "{where}: axis {axis!r} of {label} has groups of the sizes {sizes}. Here one program runs as all ranks, and its "
+    "arrays have one shape, so this needs groups of one size. Use such groups, or a state over each group (ranks=...)."
+)
+
+
+def resolved(
+    where: str, axis: Axis | list[str], state: ParallelState | None, *, unequal: bool = False
+) -> tuple[ParallelState, Axis, int]:
+    """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*
+
+    Args:
+        unequal: Whether one program can do this for groups of different sizes; the largest is returned then.
+    """
     owner = get_parallel_state() if state is None else state
     if isinstance(axis, list):
         axis = tuple(axis)
     layout = owner.topology.layouts.get(axis) if type(axis) is str else None
-    size = layout.size if layout is not None else _size(where, owner, axis, state)
+    if layout is not None:
+        owner.require_ready(where)
+        return owner, axis, layout.size
+    _check_axis(where, owner, axis, state)
     owner.require_ready(where)
-    return owner, axis, size
+    sizes = _sizes(where, owner, axis)
+    if len(sizes) > 1 and not unequal:
+        raise ShapeError(
+            UNEQUAL.format(where=where, axis=axis, label=owner.label, sizes=listed(sizes)), axis=axis, sizes=sizes
+        )
+    return owner, axis, max(sizes)
 
 
-def _size(where: str, owner: ParallelState, axis: Axis, state: ParallelState | None) -> int:
-    """Return the size of an axis, or refuse it and say whether an outer scope has it."""
+def _sizes(where: str, owner: ParallelState, axis: Axis) -> tuple[int, ...]:
+    """Return the sizes of the groups that this code runs in; what is in none communicates nothing, so is refused."""
     try:
-        return owner.topology.size(axis)
+        return owner.sizes_here(axis)
+    except MembershipError as error:
+        raise MembershipError(f"{where}: {owner.label}. {error}", state=owner, axis=axis, rank=error.rank) from None
+
+
+def _check_axis(where: str, owner: ParallelState, axis: Axis, state: ParallelState | None) -> None:
+    """Refuse an axis that the state does not have, and say whether an outer scope has it."""
+    try:
+        owner.topology.group_sizes(axis)
+        return
     except KeyError:
         error = owner.unknown_axis(axis)
     scope = current_scope() if state is None else None
@@ -47,9 +76,11 @@ def _size(where: str, owner: ParallelState, axis: Axis, state: ParallelState | N
     raise type(error)(message, axis=axis, axes=owner.axis_names, state=owner)
 
 
-def admitted(where: str, x: Any, axis: Axis, state: ParallelState | None) -> tuple[ParallelState, Axis, int, str]:
+def admitted(
+    where: str, x: Any, axis: Axis, state: ParallelState | None, *, unequal: bool = False
+) -> tuple[ParallelState, Axis, int, str]:
     """Return the state, the axis, its size and the kind of the dtype of `x` ("float" where nothing moves). *Local.*"""
-    owner, axis, size = resolved(where, axis, state)
+    owner, axis, size = resolved(where, axis, state, unequal=unequal)
     return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
 
 

@@ -25,7 +25,7 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | No
         ArrayTypeError: The dtype has no such reduction (sums of bool, means of integers).
         NotDifferentiableError: max or min is differentiated.
     """
-    owner, axis, size, kind = admitted("ops.all_reduce", x, axis, state)
+    owner, axis, size, kind = admitted("ops.all_reduce", x, axis, state, unequal=True)
     check_reduction("ops.all_reduce", op, kind, KINDS)
     return x if size == 1 else owner.collectives.all_reduce(x, axis, op=op)
 
@@ -77,8 +77,8 @@ def broadcast(x: Any, axis: Axis, src: int = 0, *, state: ParallelState | None =
     Args:
         src: An index of the axis, 0..size-1, not a global rank.
     """
-    owner, axis, size, _ = admitted("ops.broadcast", x, axis, state)
-    src = checked_index("ops.broadcast", "src", src, axis, size)
+    owner, axis, size, _ = admitted("ops.broadcast", x, axis, state, unequal=True)
+    src = checked_index("ops.broadcast", "src", src, axis, owner.sizes_here(axis)[0])
     return x if size == 1 else owner.collectives.broadcast(x, axis, src=src)
 
 
@@ -108,13 +108,14 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
         ArgumentError: A pair is out of range or repeats a src or a dst.
     """
     where = "ops.permute"
-    owner, axis, size, _ = admitted(where, x, axis, state)
+    owner, axis, size, _ = admitted(where, x, axis, state, unequal=True)
+    least = size if size == 1 else owner.sizes_here(axis)[0]
     checked = []
     for pair in pairs:
         if len(tuple(pair)) != 2:
             raise ArgumentError(f"{where}: {pair!r} is no pair. Give (src, dst) indices.", pair=pair)
         src, dst = pair
-        checked.append((checked_index(where, "src", src, axis, size), checked_index(where, "dst", dst, axis, size)))
+        checked.append((checked_index(where, "src", src, axis, least), checked_index(where, "dst", dst, axis, least)))
     for side, indices in zip(("src", "dst"), zip(*checked, strict=True), strict=False):
         repeated = sorted({index for index in indices if indices.count(index) > 1})
         if repeated:
@@ -137,13 +138,14 @@ def take_block(x: Any, axis: Axis, dim: int, *, state: ParallelState | None = No
 
 def axis_index(axis: Axis, *, state: ParallelState | None = None) -> Any:
     """Return this rank's index along an axis; a traced integer inside a JAX `shard_map`. *Local.*"""
-    owner, axis, size = resolved("ops.axis_index", axis, state)
+    owner, axis, size = resolved("ops.axis_index", axis, state, unequal=True)
     return 0 if size == 1 else owner.collectives.axis_index(axis)
 
 
 def axis_size(axis: Axis, *, state: ParallelState | None = None) -> int:
-    """Return the number of positions along an axis. *Pure.*"""
-    return resolved("ops.axis_size", axis, state)[2]
+    """Return the number of positions along an axis; traced in JAX where rank groups differ in size. *Pure.*"""
+    owner, axis, _ = resolved("ops.axis_size", axis, state, unequal=True)
+    return owner.size(axis)
 
 
 def _permuted(owner: ParallelState, x: Any, axis: Axis, size: int, pairs: tuple[tuple[int, int], ...]) -> Any:
