@@ -63,10 +63,16 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_torch(fn: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, method: str) -> Any:
+    import torch
+
     import dualmesh as dm
 
     with dm.session(backend="torch", rank=rank, world_size=world_size, init_method=method):
-        return fn(*args)
+        result = fn(*args)
+        # A rank that leaves at once closes connections that slower ranks are still making.
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        return result
 
 
 def _in_one_process(fn: Callable[..., Any], args: tuple[Any, ...], backend: str, world_size: int) -> Any:
