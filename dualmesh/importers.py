@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 from dualmesh import presets
-from dualmesh.errors import did_you_mean, listed
-from dualmesh.resolution import positive, refuse, whole
-from dualmesh.settings import (
+from dualmesh.errors import listed
+from dualmesh.resolution import positive, whole
+from dualmesh.setting_names import (
     ACCELERATE,
     DEEPSPEED,
     DEEPSPEED_SECTIONS,
@@ -21,42 +21,10 @@ from dualmesh.settings import (
     MEGATRON_REFUSED,
     TORCHTITAN,
 )
+from dualmesh.settings import Settings
 from dualmesh.spec import TopologySpec, View, pairs_of
 
 __all__ = ["accelerate", "deepspeed", "maxtext", "megatron", "torchtitan"]
-
-
-class _Settings:
-    """The settings of one project while they are read; problems are collected."""
-
-    def __init__(self, where: str, settings: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        self.where = where
-        self.problems: list[str] = []
-        self._known = known
-        self._given = dict(pairs_of(where, settings))
-        for key in self._given:
-            if key not in known:
-                hint = did_you_mean(key, known) or f" Known: {listed(sorted(known))}."
-                self.problems.append(f"{key!r} is no setting of this project that is known here.{hint}")
-
-    def get(self, key: str) -> Any:
-        """Return a setting, or the project's default where it is left out or None."""
-        value = self._given.get(key)
-        return self._known[key] if value is None else value
-
-    def size(self, key: str, *, inferred: bool = False) -> int:
-        """Return a size, given as an integer or as a command line gives it."""
-        value = self.get(key)
-        number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdecimal() else whole(value)
-        if number is not None and (number >= 1 or (inferred and number == -1)):
-            return number
-        allowed = "a positive integer, or -1 to infer it" if inferred else "a positive integer"
-        self.problems.append(f"{key}={value!r} is no size. It must be {allowed}.")
-        return 1
-
-    def refuse(self) -> None:
-        """Raise all problems at once."""
-        refuse(self.where, self.problems)
 
 
 def torchtitan(parallelism: Mapping[str, Any]) -> TopologySpec:
@@ -70,7 +38,7 @@ def torchtitan(parallelism: Mapping[str, Any]) -> TopologySpec:
     4
     """
     section = parallelism.get("parallelism") if isinstance(parallelism, Mapping) else None
-    read = _Settings("importers.torchtitan", section if isinstance(section, Mapping) else parallelism, TORCHTITAN)
+    read = Settings("importers.torchtitan", section if isinstance(section, Mapping) else parallelism, TORCHTITAN)
     sizes = {
         "dp_replicate": read.size("data_parallel_replicate_degree"),
         "dp_shard": read.size("data_parallel_shard_degree", inferred=True),
@@ -108,7 +76,7 @@ def megatron(settings: Mapping[str, Any]) -> TopologySpec:
     """
     where = "importers.megatron"
     plain = {_option(key): value for key, value in pairs_of(where, settings)}
-    read = _Settings(where, plain, MEGATRON)
+    read = Settings(where, plain, MEGATRON)
     for key, (harmless, reason) in MEGATRON_REFUSED.items():
         if read.get(key) not in harmless:
             read.problems.append(f"{key}={read.get(key)!r} cannot be expressed: {reason}")
@@ -138,7 +106,7 @@ def _option(key: Any) -> Any:
     return key.lstrip("-").replace("-", "_") if isinstance(key, str) else key
 
 
-def _levels(read: _Settings, cp: int) -> list[int]:
+def _levels(read: Settings, cp: int) -> list[int]:
     """Return the sizes of the levels of context parallelism, innermost first; none where it has one level."""
     given = read.get("hierarchical_context_parallel_sizes")
     if given is None:
@@ -164,7 +132,7 @@ def accelerate(settings: Mapping[str, Any]) -> TopologySpec:
     given = dict(pairs_of(where, settings))
     section = given.get("parallelism_config")
     given = dict(section) if isinstance(section, Mapping) else given
-    read = _Settings(where, {_bare(key): value for key, value in given.items()}, ACCELERATE)
+    read = Settings(where, {_bare(key): value for key, value in given.items()}, ACCELERATE)
     names = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
     sizes = {name: read.size(f"{name}_size") for name in names}
     read.refuse()
@@ -193,7 +161,7 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
     >>> spec.resolve(16).partition("data").tolist()[:2]
     [[0, 8], [1, 9]]
     """
-    read = _Settings("importers.maxtext", settings, MAXTEXT)
+    read = Settings("importers.maxtext", settings, MAXTEXT)
     given = read.get("num_slices") if num_slices is None else num_slices
     slices = 1 if given in (None, -1) else positive("importers.maxtext", "num_slices", given)
     order = _mesh_axes(read)
@@ -222,7 +190,7 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
     )
 
 
-def _mesh_axes(read: _Settings) -> tuple[str, ...]:
+def _mesh_axes(read: Settings) -> tuple[str, ...]:
     given = read.get("mesh_axes")
     order = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
     unknown = [name for name in order if name not in MAXTEXT_KEYS]
@@ -232,7 +200,7 @@ def _mesh_axes(read: _Settings) -> tuple[str, ...]:
     return order
 
 
-def _filled(read: _Settings, across: dict[str, int], slices: int) -> dict[str, int]:
+def _filled(read: Settings, across: dict[str, int], slices: int) -> dict[str, int]:
     """Fill in -1 so that the dcn sizes multiply to the slices."""
     known = prod(size for size in across.values() if size != -1)
     missing = [name for name, size in across.items() if size == -1]
@@ -262,7 +230,7 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     where = "importers.deepspeed"
-    read = _Settings(where, config, DEEPSPEED)
+    read = Settings(where, config, DEEPSPEED)
     parts = {name: _section(read, name, known) for name, known in DEEPSPEED_SECTIONS.items()}
     zero, tensor, expert = (parts[name] for name in ("zero_optimization", "tensor_parallel", "expert_parallel"))
     dp, sp, tp = read.size("data_parallel_size", inferred=True), read.size("sequence_parallel_size"), _tp(tensor)
@@ -292,7 +260,7 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     return TopologySpec({"pp": stages, **replicas, "sp": sp, "tp": tp}, combined, views, roles)
 
 
-def _tp(tensor: _Settings) -> int:
+def _tp(tensor: Settings) -> int:
     inner = tensor.get("tp")
     size = tensor.size("autotp_size")
     named = inner.get("tp_size") if isinstance(inner, Mapping) else None
@@ -301,7 +269,7 @@ def _tp(tensor: _Settings) -> int:
     return size
 
 
-def _agreed(read: _Settings, name: str, found: Any, argument: str, given: Any) -> int:
+def _agreed(read: Settings, name: str, found: Any, argument: str, given: Any) -> int:
     """Return a size that the config and an argument may both give."""
     config, own = whole(found) or 1, whole(given) or 0
     if own < 1 or (1 not in (config, own) and config != own):
@@ -309,9 +277,9 @@ def _agreed(read: _Settings, name: str, found: Any, argument: str, given: Any) -
     return max(config, own, 1)
 
 
-def _section(read: _Settings, name: str, known: Mapping[str, Any]) -> _Settings:
+def _section(read: Settings, name: str, known: Mapping[str, Any]) -> Settings:
     given = read.get(name)
     if not isinstance(given, Mapping):
         read.problems.append(f"{name} is {given!r}. It must be a mapping.")
         given = {}
-    return _Settings(f"{read.where}: {name}", given, known)
+    return Settings(f"{read.where}: {name}", given, known)

@@ -37,6 +37,8 @@ def test_megatron_experts_keep_the_pipelines():
     assert wide.partition("ep").tolist()[:2] == [[0, 2], [1, 3]]
     with pytest.raises(SpecError, match="view 'expert'"):
         presets.megatron(tp=2, pp=2, ep=2, etp=2, order="tp-ep-pp-dp").resolve(16)
+    one_stage = presets.megatron(tp=2, ep=2, etp=2, order="tp-ep-pp-dp").resolve(8)
+    assert one_stage.partition("ep").tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
 def test_megatron_optimizer_instances_are_axes():
