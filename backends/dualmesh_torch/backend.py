@@ -14,6 +14,7 @@ from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import private
+from dualmesh_torch.agreement import agree_on
 from dualmesh_torch.groups import GroupPool, check_options
 from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
@@ -83,6 +84,8 @@ class TorchBackend(Backend):
             raise SessionError("Backend 'torch': the world ended. Start it again (dm.init_distributed).")
         for plan in plans:
             _check(plan)
+        if pool.is_real:
+            agree_on(plans, pool.rank, pool.session)
         states = [TorchState(plan, world, pool) for plan in plans]
         needs = {state: state.planned_keys() for state in states}
         try:

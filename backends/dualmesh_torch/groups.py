@@ -41,7 +41,9 @@ class GroupPool:
         self.size = default.size()
         self.rank = default.rank()
         self.device_backends = device_backends
-        self._session = session
+        self.session = session
+        self.is_real = "fake" not in device_backends.values()
+        """False under torch's fake backend, whose store has no operations."""
         self._groups: dict[Key, Group] = {}
         self._users: dict[Key, set[int]] = {}
         self._generations: dict[Key, int] = {}
@@ -134,7 +136,7 @@ class GroupPool:
         ranks = hashlib.sha256(",".join(map(str, key.ranks)).encode()).hexdigest()[:16]
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
         own = f"-own{key.owner}" if key.owner else ""
-        name = f"dualmesh/{self._session}/{ranks}/{key.lane}{own}/{options}/{generation}"
+        name = f"dualmesh/{self.session}/{ranks}/{key.lane}{own}/{options}/{generation}"
         settings = dict(key.options)
         try:
             return private.member_group(

@@ -1,0 +1,72 @@
+"""Agreement on states before their groups are built, through the store in which the world met.
+
+How ranks agree is in `dualmesh.agreement`.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from dualmesh import agreement, environment
+from dualmesh.state import StatePlan
+from dualmesh_torch import private
+
+
+class TorchStore:
+    """A torch.distributed store as agreements need it; keys begin with the session's name."""
+
+    def __init__(self, store: Any, session: str) -> None:
+        self._store = store
+        self._prefix = f"{session}/"
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(self._prefix + key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def find(self, key: str) -> str | None:
+        full = self._prefix + key
+        return self._store.get(full).decode() if self._store.check([full]) else None
+
+    def settle(self, key: str, value: str) -> str:
+        found: bytes = self._store.compare_set(self._prefix + key, "", value)
+        return found.decode()
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        try:
+            self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
+        except RuntimeError:
+            return self.find(key) is not None
+        return True
+
+
+def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
+    """Return once all ranks of the states mean the same states. *Collective over each state's ranks.*
+
+    Collective order: sets of ranks are agreed on in one common order, so that no two ranks wait for each other.
+    """
+    store = private.default_store()
+    if store is None:
+        return
+    by_ranks: dict[Sequence[int], list[str]] = {}
+    for plan in plans:
+        by_ranks.setdefault(_members(plan), []).append(_said(plan))
+    for ranks in sorted(by_ranks, key=lambda members: (members[0], len(members), tuple(members[:64]))):
+        if rank in ranks:
+            said = f"{len(by_ranks[ranks])} to build: " + "; ".join(by_ranks[ranks])
+            timeout_s = environment.timeout_s()
+            agreement.agree(TorchStore(store, session), "init_parallel_state", ranks, rank, said, timeout_s)
+
+
+def _members(plan: StatePlan) -> Sequence[int]:
+    first = plan.topology.rank_offset
+    return plan.ranks if plan.ranks is not None else range(first, first + plan.topology.world_size)
+
+
+def _said(plan: StatePlan) -> str:
+    settings = [repr(plan.topology.spec), f"device_type={plan.device_type!r}", f"dp_mode={plan.dp_mode!r}"]
+    settings += [f"async_enabled={plan.async_enabled}"] if plan.async_enabled else []
+    settings += [f"own_groups={plan.own_groups}"] if plan.own_groups else []
+    settings += [f"group_options={dict(plan.group_options)}"] if plan.group_options else []
+    return ", ".join(settings)

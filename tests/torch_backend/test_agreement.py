@@ -1,0 +1,81 @@
+"""Ranks that do not mean the same states get an error in time, nothing is built, and a corrected call works."""
+
+import pytest
+
+import dualmesh as dm
+from tests.worlds import torch_world
+
+TIMEOUT_S = 3.0
+
+
+def attempted(wrong):
+    """Make a wrong attempt, then a right one; return what the first said and what the second built."""
+    import os
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from dualmesh import discovery
+
+    os.environ["DUALMESH_TIMEOUT_S"] = str(TIMEOUT_S)
+    start, said = time.monotonic(), None
+    try:
+        globals()[wrong](dist.get_rank())
+    except dm.DualmeshError as error:
+        said = (type(error).__name__, str(error))
+    seconds = time.monotonic() - start
+    held = len(discovery.load("torch").pool)
+    dist.barrier()
+    dm.clear_parallel_state()
+    state = dm.init_parallel_state(dp_size=2, tp_size=2, name="again")
+    total = dm.ops.all_reduce(torch.tensor([float(dist.get_rank())]), "world", state=state)
+    return said, seconds, held, total.item()
+
+
+def other_sizes(rank):
+    dm.init_parallel_state(dp_size=4 if rank != 2 else 2, tp_size=1 if rank != 2 else 2)
+
+
+def other_order(rank):
+    specs = {"a": dm.parallel_spec(dp_size=4), "b": dm.parallel_spec(tp_size=4)}
+    for name in sorted(specs, reverse=rank == 1):
+        dm.init_parallel_state(spec=specs[name], name=name)
+
+
+def never_comes(rank):
+    if rank != 3:
+        dm.init_parallel_state(dp_size=4)
+
+
+def comes_twice(rank):
+    dm.init_parallel_state(dp_size=4)
+    if rank == 0:
+        dm.init_parallel_state(tp_size=4, name="second")
+
+
+def other_settings(rank):
+    dm.init_parallel_state(dp_size=4, dp_mode="ddp" if rank == 0 else "fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "parts"),
+    [
+        ("other_sizes", "AgreementError", ["ranks 0, 1, 3: 1 to build", "rank 2: 1 to build", "'tp': 2"]),
+        ("other_order", "AgreementError", ["ranks 0, 2, 3: ", "rank 1: ", "'tp': 4", "'dp_shard': 4"]),
+        ("never_comes", "GroupTimeoutError", ["rank 3 did not come within 3 s, of 4 ranks"]),
+        ("comes_twice", "GroupTimeoutError", ["ranks 1, 2, 3 did not come within 3 s"]),
+        ("other_settings", "AgreementError", ["rank 0: ", "dp_mode='ddp'"]),
+    ],
+)
+def test_disagreement_is_named_on_every_rank_and_can_be_corrected(wrong, kind, parts):
+    silent = {"never_comes": {3}, "comes_twice": {1, 2, 3}}.get(wrong, set())
+    for rank, (said, seconds, held, total) in enumerate(torch_world(attempted, wrong, world_size=4)):
+        assert seconds < TIMEOUT_S + 5
+        assert total == 6
+        if rank in silent:
+            assert said is None
+            continue
+        assert said[0] == kind
+        assert all(part in said[1] for part in [*parts, "Nothing was built"])
+        assert held == 0 or wrong == "comes_twice"
