@@ -14,6 +14,7 @@ from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
 from dualmesh.loss import sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
+from dualmesh.plan import ShardingPlan
 from dualmesh.programs import remat, shard_map, value_and_grad
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import strict
@@ -33,6 +34,7 @@ __all__ = [
     "ParallelState",
     "RankGroups",
     "Session",
+    "ShardingPlan",
     "StaleStateError",
     "Topology",
     "TopologySpec",
