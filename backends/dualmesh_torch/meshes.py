@@ -63,9 +63,14 @@ class Meshes:
         return found
 
     def cut(self, axes: tuple[Axis, ...]) -> DeviceMesh:
-        """Return the mesh of some axes, cut from the root that has them in this order where one has. *Local.*"""
+        """Return the mesh of some axes, cut from the root that has them in this order where one has. *Local.*
+
+        Raises:
+            ShardingError: They mix two factorisations of the same ranks.
+        """
         found = self._cut.get(axes)
         if found is None:
+            self._view_of(axes, [name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis)])
             found = self._cut[axes] = self._found(axes)
         return found
 
@@ -86,7 +91,7 @@ class Meshes:
         found = self._shardings.get(spec)
         if found is None:
             check_axes(self._state.topology, spec)
-            mesh, digits = self._array_mesh(self._view_of(spec))
+            mesh, digits = self._array_mesh(self._view_of(spec, spec.axes))
             planned = placements.placements_of(self._state.topology, spec, digits)
             found = self._shardings[spec] = mesh, tuple(_native(one, spec) for one in planned)
         return found
@@ -109,7 +114,7 @@ class Meshes:
 
     def array_axes(self, spec: P) -> tuple[str, ...]:
         """Return the axes of the array mesh on which a spec lies, outermost first. *Pure.*"""
-        return tuple(self._array_axes(self._view_of(spec)))
+        return tuple(self._array_axes(self._view_of(spec, spec.axes)))
 
     def _found(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         for root in (self._merged_axes(), self._state.topology.base_axes):
@@ -139,18 +144,24 @@ class Meshes:
         names = [name for name in topology.spec.combined if expanded(topology, (name,)) == run]
         return names[0] if names else run
 
-    def _view_of(self, spec: P) -> str | None:
+    def _view_of(self, what: object, axes: Sequence[str]) -> str | None:
+        """Return the view that axes belong to, None for base axes only; refuse axes of several factorisations."""
         topology = self._state.topology
-        used = set(expanded(topology, spec.axes)) - set(topology.base_axes)
-        views = [name for name, view in topology.spec.named_views if used & set(view.axes)]
-        if len(views) > 1:
+        used = set(expanded(topology, axes))
+        views = {name: view for name, view in topology.spec.named_views if used & set(view.axes)}
+        if not views:
+            return None
+        found = [f"view {name!r}" for name in views]
+        view = next(iter(views.values()))
+        found += sorted(map(repr, used & set(expanded(topology, view.over)) - set(view.axes)))
+        if len(found) > 1:
             raise ShardingError(
-                f"{spec!r} names axes of the views {listed(views)}. Arrays of one view lie on one mesh: use axes "
-                f"of one view, beside base axes.",
-                spec=spec,
+                f"{what!r} mixes axes of {listed(found)}, which factor the same ranks in different ways. A mesh and a "
+                f"spec have axes of one view, beside base axes that it does not span: use two, one for each.",
+                asked=what,
                 views=tuple(views),
             )
-        return views[0] if views else None
+        return next(iter(views))
 
     def _array_mesh(self, view: str | None) -> tuple[DeviceMesh, tuple[Digit, ...]]:
         found = self._arrays.get(view)
