@@ -16,7 +16,8 @@ def draw(curves: dict[str, list[float]], path: Path, world_size: int) -> Path:
     for name, losses in curves.items():
         axes.plot(range(1, len(losses) + 1), losses, label=name, solid_capstyle="round", **STYLES[name])
     axes.set(xlabel="step", ylabel="loss per byte (nats)")
-    axes.set_title(f"Thinker and talker, {world_size} ranks: the same run on each framework", loc="left", fontsize=11)
+    names = " and ".join(curves)
+    axes.set_title(f"Thinker and talker on {world_size} ranks: {names}", loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.legend(frameon=False)
