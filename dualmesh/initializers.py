@@ -1,0 +1,247 @@
+"""Process-group initializers: one class per way of grouping the ranks of a world.
+
+Which ranks are together is in `parallel_modes`. They are thin faces over named states whose axes are rank groups;
+trainers that start anew declare a `TopologySpec` and need none of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from dualmesh.errors import ArgumentError, RankError, SpecError, did_you_mean, listed
+from dualmesh.group_topology import GroupSpec
+from dualmesh.initialization import init_parallel_state
+from dualmesh.parallel_modes import SIZE_NAMES, ParallelMode, mode_groups
+from dualmesh.registry import registry
+from dualmesh.resolution import positive, whole
+from dualmesh.session import session_for
+
+GroupMaker = Callable[["ModeInitializer", str], Any]
+"""Makes the native group of an initializer's rank, given the communication backend. Called on every rank."""
+
+Initialized = tuple[int | None, int | None, Any, list[int] | None, ParallelMode]
+"""(local_rank, group_world_size, process_group, ranks_in_group, mode); the first four are None for non-members."""
+
+COMMUNICATION = ("nccl", "gloo")
+
+
+class ProcessGroupInitializer(ABC):
+    """Makes a process group for one rank. Abstract: subclasses say which ranks are together and make it.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks in the world.
+
+    Attributes:
+        local_rank: The place of the rank in its group's list; None before `init_dist_group` and for non-members, as
+            are the next three.
+        group_world_size: The number of ranks in its group.
+        process_group: The native group, in which every rank's index is its place in the list.
+        ranks_in_group: The ranks of its group, in the given order.
+        mode: What the group is for.
+
+    Raises:
+        ArgumentError: The world size is no positive integer.
+        RankError: The rank is not in the world.
+    """
+
+    mode: ParallelMode
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.world_size = positive(type(self).__name__, "world_size", world_size)
+        self.rank = self._in_world(rank)
+        self.local_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.process_group: Any = None
+        self.ranks_in_group: list[int] | None = None
+
+    @abstractmethod
+    def init_dist_group(self, backend: str = "nccl", use_cpu: bool = False) -> Initialized:
+        """Make the process group. *Collective: call on every rank of the world, in the same order.*
+
+        Args:
+            backend: "nccl" or "gloo"; where the world has no GPUs, and in JAX, its own is used.
+            use_cpu: Use gloo whatever `backend` says.
+
+        Returns:
+            (local_rank, group_world_size, process_group, ranks_in_group, mode), the first four None for non-members.
+
+        Raises:
+            ArgumentError: There is no such communication backend.
+        """
+
+    def _in_world(self, rank: Any) -> int:
+        number = whole(rank)
+        if number is not None and 0 <= number < self.world_size:
+            return number
+        raise RankError(
+            f"{type(self).__name__}: rank {rank!r} is not in the world. Ranks: 0..{self.world_size - 1}.",
+            rank=rank,
+            world_size=self.world_size,
+        )
+
+
+class ModeInitializer(ProcessGroupInitializer):
+    """An initializer whose groups follow from its mode and one argument; base of those below.
+
+    Args:
+        extent: The size of the groups, or the ranks of the one group, as the mode wants it.
+        make_group: What makes the native group; None: a named state (`state_group`).
+
+    Attributes:
+        groups: The groups of all ranks.
+
+    Raises:
+        SpecError: The size does not divide the world, or the ranks are none, repeated or outside it.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, extent: int | Iterable[int], make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size)
+        self.groups = mode_groups(self.mode, self.world_size, extent)
+        self._make_group = make_group or state_group
+
+    @property
+    def state_name(self) -> str:
+        """The name under which the groups are registered as a state, with "@cpu" after it where gloo was asked for."""
+        first, count = self.groups.groups[0], len(self.groups)
+        shown = f"{count}x{len(first)}" if self.mode in SIZE_NAMES else "-".join(map(str, first))
+        return f"{self.mode.value}:{shown}"
+
+    def init_dist_group(self, backend: str = "nccl", use_cpu: bool = False) -> Initialized:
+        if backend not in COMMUNICATION:
+            raise ArgumentError(
+                f"{type(self).__name__}.init_dist_group: backend={backend!r}. Allowed: {listed(COMMUNICATION)}."
+                f"{did_you_mean(backend, COMMUNICATION)}",
+                backend=backend,
+            )
+        group = self._make_group(self, "gloo" if use_cpu else backend)
+        if self.groups.is_member(self.rank):
+            self.process_group = group
+            self.ranks_in_group = list(self.groups.ranks(self.rank))
+            self.local_rank = self.groups.index(self.rank)
+            self.group_world_size = len(self.ranks_in_group)
+        return self.local_rank, self.group_world_size, self.process_group, self.ranks_in_group, self.mode
+
+
+def state_group(initializer: ModeInitializer, backend: str) -> Any:
+    """Register the groups as a state and return the rank's native group. *Collective over the world.*
+
+    Where there is no native group (in JAX, and where a process holds several ranks), it is the list of ranks; the
+    collectives of the state take the axis name either way.
+
+    Raises:
+        RankError: The running world has another size, or this process does not hold the rank.
+    """
+    axis, rank, current = initializer.mode.value, initializer.rank, session_for(None)
+    if current.world_size != initializer.world_size or rank not in current.local_ranks:
+        raise RankError(
+            f"{type(initializer).__name__}: made for rank {rank} of {initializer.world_size}, but this process holds "
+            f"the ranks {listed(current.local_ranks)} of a world of {current.world_size}. Give the running world's "
+            f"numbers.",
+            rank=rank,
+        )
+    spec, on_cpu = GroupSpec({axis: initializer.groups}), backend == "gloo"
+    wanted: object = spec
+    name = f"{initializer.state_name}@cpu" if on_cpu else initializer.state_name
+    known = registry.get(name) if name in registry.names() else None
+    if known is not None and known.is_live and known.topology.spec == wanted:
+        state = known
+    else:
+        state = init_parallel_state(name=name, spec=spec, device_type="cpu" if on_cpu else None)
+    if not initializer.groups.is_member(rank):
+        return None
+    try:
+        return state.group(axis)
+    except (RankError, SpecError):  # several ranks in this process; or JAX, where only grids have a native name
+        return state.ranks(axis, rank)
+
+
+class TrainDPGroupInitializer(ModeInitializer):
+    """One group of the ranks that train together, in the given order."""
+
+    mode = ParallelMode.TRAIN_DATA_PARALLEL
+
+    def __init__(
+        self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, ranks, make_group)
+
+
+class IntraNodeGroupInitializer(ModeInitializer):
+    """One group of the ranks of a node, in the given order; every rank of the world makes it for every node."""
+
+    mode = ParallelMode.INTRA_NODE
+
+    def __init__(
+        self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, ranks, make_group)
+
+
+class WeightTransferGroupInitializer(ModeInitializer):
+    """One group of a sender and its receivers, in the given order: the first is the source."""
+
+    mode = ParallelMode.WEIGHT_TRANSFER
+
+    def __init__(
+        self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, ranks, make_group)
+
+
+class DPGroupInitializer(ModeInitializer):
+    """Groups of `data_parallel_size` ranks, world_size / data_parallel_size apart.
+
+    >>> maker = lambda initializer, backend: backend
+    >>> DPGroupInitializer(5, 8, 2, make_group=maker).init_dist_group("gloo")
+    (1, 2, 'gloo', [1, 5], <ParallelMode.DATA_PARALLEL: 'data_parallel'>)
+    """
+
+    mode = ParallelMode.DATA_PARALLEL
+
+    def __init__(
+        self, rank: int, world_size: int, data_parallel_size: int, *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, data_parallel_size, make_group)
+        self.data_parallel_size = data_parallel_size
+
+
+class TPGroupInitializer(ModeInitializer):
+    """Groups of `tensor_parallel_size` consecutive ranks."""
+
+    mode = ParallelMode.TENSOR_PARALLEL
+
+    def __init__(
+        self, rank: int, world_size: int, tensor_parallel_size: int, *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, tensor_parallel_size, make_group)
+        self.tensor_parallel_size = tensor_parallel_size
+
+
+class SPGroupInitializer(ModeInitializer):
+    """Groups of `sequence_parallel_size` consecutive ranks."""
+
+    mode = ParallelMode.SEQUENCE_PARALLEL
+
+    def __init__(
+        self, rank: int, world_size: int, sequence_parallel_size: int, *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, sequence_parallel_size, make_group)
+        self.sequence_parallel_size = sequence_parallel_size
+
+
+class InterNodeGroupInitializer(ModeInitializer):
+    """Groups of the ranks with the same place on every node, on nodes of `local_world_size` consecutive ranks.
+
+    Nodes of other shapes: `Nodes.inter_node`.
+    """
+
+    mode = ParallelMode.INTER_NODE
+
+    def __init__(
+        self, rank: int, world_size: int, local_world_size: int, *, make_group: GroupMaker | None = None
+    ) -> None:
+        super().__init__(rank, world_size, local_world_size, make_group)
+        self.local_world_size = local_world_size
