@@ -61,14 +61,14 @@ STORED = {name: stored(name) for name in SHAPES}
 def initial_parameters(dtype="float64"):
     """Draw the global parameters."""
     draw = np.random.default_rng(11)
-    values = {
-        name: draw.normal(0.0, shape[-2] ** -0.5 if len(shape) > 1 else 0.3, shape) for name, shape in SHAPES.items()
-    }
-    return {name: (1.0 + v if v.ndim == 1 else v).astype(dtype) for name, v in values.items()}
+    drawn = {}
+    for name, shape in SHAPES.items():
+        drawn[name] = draw.normal(0.0, shape[-2] ** -0.5 if len(shape) > 1 else 0.3, shape)
+    return {name: (1.0 + v if v.ndim == 1 else v).astype(dtype) for name, v in drawn.items()}
 
 
 def batch(step, sequences=16):
-    """Return tokens and targets of a step, (sequences, LENGTH); -1 is no target: sequences end anywhere, one at once."""
+    """Return tokens and targets of a step, (sequences, LENGTH); -1 is no target: sequences end anywhere, one at 0."""
     draw = np.random.default_rng(100 + step)
     tokens, targets = draw.integers(0, VOCABULARY, (2, sequences, LENGTH))
     ends = draw.integers(1, LENGTH + 1, sequences)

@@ -9,27 +9,9 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import dualmesh as dm
-from dualmesh.registry import registry
 from tests.invariance import model
 from tests.invariance.comparison import differences
 from tests.invariance.reference import BETAS, DECAY, EPSILON, LEARNING_RATE, STEPS
-from tests.invariance.splits import named, spec_of
-
-
-def runs(jobs, expected):
-    """Return {job: differences on this rank}."""
-    found = {}
-    for job in jobs:
-        name = named(dict(job.split))
-        known = name in registry.names()
-        state = (
-            dm.get_parallel_state_by_name(name)
-            if known
-            else dm.init_parallel_state(spec=spec_of(dict(job.split)), name=name)
-        )
-        with dm.use_parallel_state(state):
-            found[job] = FORMS[job.form](job.micro_batches, job.dtype, expected)
-    return found
 
 
 def lifted(accumulation, dtype, expected):
@@ -99,7 +81,9 @@ def fsdp2(accumulation, dtype, expected):
     return trained(parameters, accumulation, backward, read, expected, cut)
 
 
-FORMS = {"lifted": lifted, "plain": plain, "fsdp2": fsdp2}
+def trained_by(form):
+    """Return the function that trains in a form."""
+    return {"lifted": lifted, "plain": plain, "fsdp2": fsdp2}[form]
 
 
 class Network(torch.nn.Module):

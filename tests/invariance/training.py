@@ -16,14 +16,16 @@ class Job(NamedTuple):
     split: tuple[tuple[str, int], ...]
     micro_batches: int
     dtype: str
+    fault: str | None = None
+    """What is broken on purpose, a name of `faults`."""
 
 
-def job(form: str, split: dict[str, int], micro_batches: int, dtype: str) -> Job:
+def job(form: str, split: dict[str, int], micro_batches: int, dtype: str, fault: str | None = None) -> Job:
     """Write down a run."""
-    return Job(form, tuple(split.items()), micro_batches, dtype)
+    return Job(form, tuple(split.items()), micro_batches, dtype, fault)
 
 
-def compared(jobs: list[Job], expected: Any, *, timeout_s: float = 600.0) -> dict[Job, tuple[str, float]]:
+def compared(jobs: list[Job], expected: Any, *, timeout_s: float = 900.0) -> dict[Job, tuple[str, float]]:
     """Run jobs of one framework in 8 ranks; return for each the array that is farthest from the oracle, and how far."""
     world, room = (wide_jax_world, "jax_training") if jobs[0].form == "jax" else (torch_world, "torch_training")
     ranks = world(_runs, room, jobs, expected, world_size=8, timeout_s=timeout_s)
@@ -35,4 +37,15 @@ def _far(found: tuple[str, float]) -> float:
 
 
 def _runs(room: str, jobs: list[Job], expected: Any) -> Any:
-    return importlib.import_module(f"tests.invariance.{room}").runs(jobs, expected)
+    import dualmesh as dm
+    from tests.invariance.faults import broken
+    from tests.invariance.splits import named, spec_of
+
+    trained = importlib.import_module(f"tests.invariance.{room}").trained_by
+    names = {job.split: named(dict(job.split)) for job in jobs}
+    states = dm.init_parallel_states({name: spec_of(dict(split)) for split, name in names.items()})
+    found = {}
+    for one in jobs:
+        with dm.use_parallel_state(states[names[one.split]]), broken(one.fault):
+            found[one] = trained(one.form)(one.micro_batches, one.dtype, expected)
+    return found
