@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from dualmesh import travel
 from dualmesh.errors import (
     MembershipError,
     RankError,
@@ -92,6 +93,7 @@ class ParallelState(SeedAttributes, ABC):
         self._groups = AxisTable(self._group_for)
         self.group = self._groups.__getitem__
         self._released = False
+        self._travel_number = travel.numbered(self)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -331,6 +333,15 @@ class ParallelState(SeedAttributes, ABC):
     def __repr__(self) -> str:
         name = f"{self.names[0]!r}, " if self.names else ""
         return f"<{type(self).__name__} {name}{self.topology!r}>"
+
+    @property
+    def session_words(self) -> str:
+        """How messages call the session, wherever the state is pickled to."""
+        ranks = listed(self.world.local_ranks, limit=4)
+        return f"{self.backend}, {self.world.size} ranks, this process rank {ranks}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return travel.packed(self, self._travel_number)
 
     def __copy__(self) -> "ParallelState":
         return self

@@ -1,0 +1,81 @@
+"""`RememberedState`: a state that came by pickle from another process. It answers sizes and ranks, and no more.
+
+How states travel is in `travel`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from dualmesh import travel
+from dualmesh.errors import StaleStateError
+from dualmesh.partition_spec import P
+from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.topology import Axis
+
+ELSEWHERE = (
+    "{where}: {label} came by pickle from another process ({session}), so it has sizes and ranks but no groups, meshes "
+    "or collectives here. Ask for this process' own: dm.get_parallel_state_by_name({name!r}), after registering it."
+)
+
+
+class RememberedState(ParallelState):
+    """Sizes and ranks of a state of another process; everything that needs its session is refused by name."""
+
+    backend = "none"
+
+    def __init__(self, names: tuple[str, ...], plan: StatePlan, session: str, origin: travel.Origin) -> None:
+        super().__init__(plan, World(plan.topology.world_size, (), plan.device_type, 1, _never))
+        self.names = list(names)
+        self._session = session
+        self._origin = origin
+
+    @property
+    def session_words(self) -> str:
+        return self._session
+
+    def require_live(self, where: str) -> NoReturn:
+        """Refuse: the session is another process'."""
+        raise StaleStateError(
+            ELSEWHERE.format(where=where, label=self.label, session=self._session, name=(self.names or ["base"])[0]),
+            state=self,
+        )
+
+    def own_rank(self) -> NoReturn:
+        self.require_live("own_rank")
+
+    def _group_for(self, axis: Axis) -> NoReturn:
+        self.require_live("group")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("collectives", "arrays", "programs", "host"):
+            self.require_live(name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def mesh(self) -> NoReturn:
+        """Refused."""
+        self.require_live("mesh")
+
+    @property
+    def fsdp_mesh(self) -> NoReturn:
+        """Refused."""
+        self.require_live("fsdp_mesh")
+
+    def submesh(self, *axes: str) -> NoReturn:
+        self.require_live("submesh")
+
+    def axes(self, axis: Axis) -> NoReturn:
+        self.require_live("axes")
+
+    def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> NoReturn:
+        self.require_live("pspec")
+
+    def sharding(self, spec: P) -> NoReturn:
+        self.require_live("sharding")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return travel.unpacked, (tuple(self.names), self.plan, self._session, self._origin)
+
+
+def _never() -> bool:
+    return False
