@@ -57,19 +57,17 @@ def test_a_cleared_state_is_still_itself_and_never_its_successor():
 @pytest.mark.usefixtures("world")
 def test_another_process_gets_sizes_and_ranks_and_no_framework():
     state = dm.init_parallel_state(spec=SPECS["grid"], name="actor", ranks=(7, 6, 5, 4, 3, 2, 1, 0))
-    asked = "state.size('ep'), state.ranks('ep', 7), state.index('dp_shard', 0), state.names, state.is_member, state.is_live"
-    found = elsewhere(state, f"print(({asked}, 'torch' in sys.modules))")
+    asked = "state.size('ep'), state.ranks('ep', 7), state.index('dp_shard', 0), state.names"
+    found = elsewhere(state, f"print(({asked}, state.is_member, state.is_live, 'torch' in sys.modules))")
     assert found == str((4, (7, 6, 5, 4), 3, ["actor"], False, False, False))
 
 
 @pytest.mark.usefixtures("world")
 def test_another_process_gets_rank_groups():
     state = dm.init_parallel_state(spec=SPECS["groups"])
-    found = elsewhere(
-        state,
-        "print((state.size('node', 3), state.ranks('node', 0), state.topology == pickle.loads(pickle.dumps(state)).topology))",
-    )
-    assert found == str((2, (5, 0, 1), True))
+    asked = "state.size('node', 3), state.ranks('node', 0), state.topology.has_rank(4)"
+    found = elsewhere(state, f"print(({asked}))")
+    assert found == str((2, (5, 0, 1), False))
 
 
 @pytest.mark.parametrize(
