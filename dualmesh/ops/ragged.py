@@ -44,7 +44,7 @@ def ragged_all_to_all(
     for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts)):
         _check_counts(where, name, counts, size)
     rows = None if rows is None else positive(where, "rows", rows, least=0)
-    sent, received = _plain(send_counts), _plain(recv_counts)
+    sent, received = plain_counts(send_counts), plain_counts(recv_counts)
     _check_rows(where, "send_counts", sent, x.shape[0])
     if received is not None:
         rows = sum(received) if rows is None else rows
@@ -70,7 +70,7 @@ def _check_counts(where: str, name: str, counts: Any, size: int) -> None:
         raise ShapeError(f"{where}: {name} has shape {shape}. Give one count per index: ({size},).", shape=shape)
 
 
-def _plain(counts: Any) -> tuple[int, ...] | None:
+def plain_counts(counts: Any) -> tuple[int, ...] | None:
     """Return counts as ints, or None where their values are not known yet (traced)."""
     try:
         return tuple(int(count) for count in (counts.tolist() if hasattr(counts, "tolist") else counts))

@@ -1,4 +1,4 @@
-"""Every split of 8 ranks, every form, both numbers of micro-batches, both dtypes: python -m tests.invariance [FORM ...].
+"""Every split of 8 ranks, form, number of micro-batches and dtype: python -m tests.invariance [FORM ...].
 
 Writes the table of docs/invariance.md, keeping the columns of forms that are not run, and leaves with 1 when anything
 is farther from the oracle than it may be.

@@ -1,0 +1,224 @@
+"""The seed's sequence functions: torch, JAX and sim against numpy, values and the gradients its callers count on."""
+
+import numpy as np
+import pytest
+
+from tests.worlds import wide_worlds
+
+SIZE, LENGTHS = 4, (3, 1, 0, 2)
+
+
+def gradients_of(fn, inputs, weights, specs):
+    """Return the value and the input's gradient per rank of `fn` over blocks, weighted by its own cotangent."""
+    from array_api_compat import array_namespace
+
+    import dualmesh as dm
+
+    def each(x, w):
+        y = fn(x[0])
+        return dm.ops.all_reduce(array_namespace(y).sum(y * w[0]), "world"), y[None, ...]
+
+    each_spec = dm.P("world")
+    x, w = dm.distribute(inputs, each_spec), dm.distribute(weights, each_spec)
+    answer = [dm.to_numpy(dm.shard_map(each, (each_spec,) * 2, (dm.P(), each_spec))(x, w)[1])]
+    if dm.get_parallel_state().backend != "sim":
+        loss = dm.shard_map(lambda x, w: each(x, w)[0], (each_spec,) * 2, dm.P())
+        answer.append(dm.to_numpy(dm.value_and_grad(loss)(x, w)[1]))
+    return answer
+
+
+def seed_runs(cases):
+    """Return {name: [values per rank, gradients per rank]}."""
+    import dualmesh as dm
+
+    state = dm.init_parallel_state(ulysses_size=SIZE)
+    seq = dm.sequence
+    group = state.group("sp") if state.backend == "torch" else "sp"
+    calls = {
+        "slice": lambda x: seq.slice_input_tensor(x, 0, group=group),
+        "slice padded": lambda x: seq.slice_input_tensor(x, 1, padding_value=7),
+        "slice scaled": lambda x: seq.slice_input_tensor_scale_grad(x, 0),
+        "slice unscaled": lambda x: seq.slice_input_tensor_scale_grad(x, 0, scale_grad=False, group=("ulysses", "cp")),
+        "gather scaled": lambda x: seq.gather_outputs(x, 0),
+        "gather": lambda x: seq.gather_outputs(x, -1, scale_grad=False),
+        "gather unpadded": lambda x: seq.gather_outputs(x, 0, 0, 6, scale_grad=False),
+        "pad and slice": lambda x: seq.sp_pad_and_slice(x, -1, 7, 2),
+        "qkv": lambda x: seq.gather_seq_scatter_heads_qkv(x, 0),
+        "qkv split": lambda x: seq.gather_seq_scatter_heads_qkv(x, 0, unpadded_dim_size=7, restore_shape=False),
+        "pad, unpad": lambda x: seq.unpad_tensor(seq.pad_tensor(x, 1, 3, 2.0), 1, 2),
+        "packed": lambda x: seq.sp_gather_seqs(own(x), 0, lengths=LENGTHS)[0],
+        "packed, taken": lambda x: whole(
+            seq.sp_take_own_seq(
+                *seq.sp_gather_seqs(own(x), 0, lengths=LENGTHS)[:1], 0, LENGTHS, dm.ops.axis_index("sp")
+            )
+        ),
+    }
+
+    def own(x):
+        index = dm.ops.axis_index("sp")
+        return x[: LENGTHS[index]] if isinstance(index, int) else x
+
+    def whole(x):
+        return seq.pad_tensor(x, 0, max(LENGTHS) - x.shape[0])
+
+    return {name: gradients_of(calls[name], x, w, None) for name, (x, w) in cases.items()}
+
+
+def expected(name, x, w):
+    """Return (values, gradients) in numpy, per rank."""
+    n = SIZE
+    ranks = range(n)
+
+    def placed(block, i, dim, like):
+        out = np.zeros_like(like)
+        cut = [slice(None)] * out.ndim
+        width = block.shape[dim]
+        stop = min((i + 1) * width, out.shape[dim])
+        cut[dim] = slice(i * width, stop)
+        own = [slice(None)] * out.ndim
+        own[dim] = slice(0, max(stop - i * width, 0))
+        if stop > i * width:
+            out[tuple(cut)] = block[tuple(own)]
+        return out
+
+    def padded(a, dim, to, value):
+        width = [(0, 0)] * a.ndim
+        width[dim] = (0, -a.shape[dim] % to)
+        return np.pad(a, width, constant_values=value)
+
+    if name in ("slice", "slice padded", "pad and slice"):
+        dim, to, value = {"slice": (0, n, 0), "slice padded": (1, n, 7), "pad and slice": (1, 2 * n, 7)}[name]
+        values = [np.split(padded(x[i], dim, to, value), n, axis=dim)[i] for i in ranks]
+        return values, [placed(w[i], i, dim, x[i]) for i in ranks]
+    if name.startswith("slice"):
+        whole = np.concatenate(list(w)) / (n if name == "slice scaled" else 1)
+        return [np.split(x[i], n)[i] for i in ranks], [whole] * n
+    if name.startswith("gather"):
+        dim = 1 if name == "gather" else 0
+        whole, total = np.concatenate(list(x), axis=dim), w.sum(0)
+        if name == "gather unpadded":
+            whole, total = whole[:6], np.pad(total, [(0, len(whole) - 6), (0, 0)])
+        return [whole] * n, [np.split(total, n, axis=dim)[i] * (n if name == "gather scaled" else 1) for i in ranks]
+    if name.startswith("qkv"):
+
+        def forward(blocks):
+            whole = np.concatenate(list(blocks)).reshape(-1, 3, n, blocks.shape[-1] // 3 // n)
+            return [whole[:, :, i] for i in ranks]
+
+        index = np.arange(x.size).reshape(x.shape)
+        values, places, kept = forward(x), forward(index), 7 if name == "qkv split" else None
+        gradient = np.zeros(x.size)
+        for i in ranks:
+            gradient[places[i][:kept].reshape(-1)] += w[i].reshape(-1)
+        values = [v[:kept] if kept else v.reshape(len(v), -1) for v in values]
+        return values, list(gradient.reshape(x.shape))
+    if name == "pad, unpad":
+        return [np.pad(x[i], [(0, 0), (0, 1)], constant_values=2.0) for i in ranks], [w[i][:, :-1] for i in ranks]
+    starts = np.cumsum((0, *LENGTHS))
+    if name == "packed":
+        gradient = [np.zeros_like(x[i]) for i in ranks]
+        for i in ranks:
+            gradient[i][: LENGTHS[i]] = w.sum(0)[starts[i] : starts[i + 1]]
+        return [np.concatenate([x[i][: LENGTHS[i]] for i in ranks])] * n, gradient
+    held = (np.arange(max(LENGTHS))[None, :] < np.array(LENGTHS)[:, None])[..., None]
+    return list(x * held), list(w * held)
+
+
+SHAPES = {  # name: (block, result)
+    "slice": ((8, 3), (2, 3)),
+    "slice padded": ((2, 6), (2, 2)),
+    "slice scaled": ((8, 3), (2, 3)),
+    "slice unscaled": ((8, 3), (2, 3)),
+    "gather scaled": ((2, 3), (8, 3)),
+    "gather": ((2, 3), (2, 12)),
+    "gather unpadded": ((2, 3), (6, 3)),
+    "pad and slice": ((2, 6), (2, 2)),
+    "qkv": ((2, 24), (8, 6)),
+    "qkv split": ((2, 24), (7, 3, 2)),
+    "pad, unpad": ((2, 3), (2, 4)),
+    "packed": ((3, 2), (6, 2)),
+    "packed, taken": ((3, 2), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_values_and_gradients_are_the_seeds(backend):
+    draw = np.random.default_rng(5)
+    cases = {name: tuple(draw.normal(size=(SIZE, *s)) for s in shapes) for name, shapes in SHAPES.items()}
+    for found in wide_worlds()[backend](seed_runs, cases, world_size=SIZE):
+        for name, (x, w) in cases.items():
+            for got, wanted in zip(found[name], expected(name, x, w), strict=backend != "sim"):
+                np.testing.assert_allclose(got, np.stack(wanted), rtol=1e-14, atol=1e-14, err_msg=name)
+
+
+def reduced_losses():
+    """Return, per case, the loss and its gradient by the own mean, per rank."""
+    import dualmesh as dm
+
+    dm.init_parallel_state(ulysses_size=2, cp_size=2)
+    spec, answers = dm.P("world"), []
+    for means, counts in LOSSES:
+        x, n = dm.distribute(np.array(means), spec), dm.distribute(np.array(counts), spec)
+
+        def reduced(x, n):
+            y = dm.sequence.reduce_sequence_parallel_loss(x[0], n[0])
+            return dm.ops.all_reduce(y, "world"), y[None]
+
+        answer = [dm.to_numpy(dm.shard_map(reduced, (spec, spec), (dm.P(), spec))(x, n)[1])]
+        if dm.get_parallel_state().backend != "sim":
+            loss = dm.shard_map(lambda x, n: reduced(x, n)[0], (spec, spec), dm.P())
+            answer.append(dm.to_numpy(dm.value_and_grad(loss)(x, n)[1]))
+        answers.append(answer)
+    return answers
+
+
+LOSSES = [
+    ([1.0, 2.0, 4.0, 8.0], [1, 2, 3, 4]),
+    ([1.0, 2.0, np.nan, 8.0], [1, 2, 0, 5]),
+    ([np.nan, 2.0, 4.0, 8.0], [0, 0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_a_reduced_loss_weighs_by_tokens_and_survives_ranks_without(backend):
+    for found in wide_worlds()[backend](reduced_losses, world_size=4):
+        for (means, counts), answer in zip(LOSSES, found, strict=True):
+            total = max(sum(counts), 1)
+            value = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / total
+            for got, wanted in zip(answer, ([value] * 4, np.array(counts) / total), strict=backend != "sim"):
+                np.testing.assert_allclose(got, wanted, rtol=1e-14)
+
+
+def exchanged_lengths():
+    """Return the packed sequence of sequences whose lengths only their ranks know, and what is wrong by name."""
+    import torch
+
+    import dualmesh as dm
+
+    state = dm.init_parallel_state(ulysses_size=SIZE)
+    index = state.index("sp")
+    own = torch.arange(LENGTHS[index], dtype=torch.float64) + 10 * index
+    full, lengths, place = dm.sequence.sp_gather_seqs(own, 0)
+    back = dm.sequence.sp_take_own_seq(full, 0, lengths, place)
+    said = []
+    for call in (
+        lambda: dm.sequence.slice_input_tensor(own, 0, group=torch),
+        lambda: dm.sequence.sp_gather_seqs(torch.ones(9), 0, lengths=LENGTHS),
+        lambda: dm.sequence.gather_outputs(torch.ones(2), 0, 0),
+        lambda: dm.sequence.gather_seq_scatter_heads_qkv(torch.ones(2, 8), 0),
+    ):
+        try:
+            call()
+        except dm.DualmeshError as error:
+            said.append(str(error))
+    return full.tolist(), lengths, place, torch.equal(back, own), said
+
+
+def test_lengths_are_exchanged_where_they_are_not_given():
+    for rank, (full, lengths, place, same, said) in enumerate(wide_worlds()["torch"](exchanged_lengths, world_size=4)):
+        assert full == [0.0, 1.0, 2.0, 10.0, 30.0, 31.0]
+        assert (lengths, place, same) == (list(LENGTHS), rank, True)
+        assert "is no group of State 'base'. Give an axis" in said[0]
+        assert "fits none of lengths=(3, 1, 0, 2)" in said[1]
+        assert "Give both or none" in said[2]
+        assert "so 3 * 4 must divide it" in said[3]
