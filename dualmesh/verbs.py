@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from dualmesh.partition_spec import P
+from dualmesh.pending import Finished, Pending
 from dualmesh.topology import Axis
 
 Kind = Literal["bool", "integer", "float", "complex"]
@@ -85,6 +86,13 @@ class Collectives(ABC):
     @abstractmethod
     def stop_gradient(self, x: Any) -> Any:
         """Return `x` cut off from the gradient."""
+
+    def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Pending:
+        """Start all_reduce, all_gather, reduce_scatter or all_to_all, with the settings of that method.
+
+        Here it runs to its end; backends that can do other work meanwhile say how.
+        """
+        return Finished(getattr(self, verb)(x, axis, **settings))
 
 
 class Arrays(ABC):

@@ -1,6 +1,6 @@
 """Per-rank collectives with gradients: one autograd function, driven by the core's op table.
 
-What moves is in `eager` and, for compiled code, in `traced`.
+What moves is in `eager`, for compiled code in `traced`, and with other work meanwhile in `pending`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArrayTypeError
 from dualmesh.op_table import Call, call, gradient
+from dualmesh.pending import Pending
 from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
-from dualmesh_torch import eager, traced
+from dualmesh_torch import eager, pending, traced
 from dualmesh_torch.dtypes import KINDS
 from dualmesh_torch.party import Party
 
@@ -94,6 +95,17 @@ class TorchCollectives(Collectives):
     def stop_gradient(self, x: Any) -> Any:
         return x.detach()
 
+    def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Pending:
+        party: Party = self._parties[axis]
+        if torch.compiler.is_compiling() or not x.numel():
+            return super().started(verb, x, axis, **settings)
+        work = pending.STARTS[verb](x.detach(), party, **settings)
+        if x.requires_grad and torch.is_grad_enabled():
+            return pending.UnderWay(
+                work, lambda result: _arrived(x, call(verb, axis, party.size, **settings), party, result)
+            )
+        return pending.UnderWay(work)
+
     def _applied(self, verb: str, x: Tensor, axis: Axis, settings: dict[str, Any]) -> Tensor:
         party: Party = self._parties[axis]
         if x.requires_grad and torch.is_grad_enabled():
@@ -129,4 +141,20 @@ class _Linear(torch.autograd.Function):
         return found, None, None
 
 
+class _Arrived(torch.autograd.Function):
+    """The result of a collective that was started before, as a function of what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor) -> Tensor:
+        ctx.call, ctx.party = forward, party
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
+        (cotangent,) = cotangents
+        found: Tensor = _apply(cotangent, gradient(ctx.call), ctx.party)
+        return found, None, None, None
+
+
 _apply: Any = _Linear.apply
+_arrived: Any = _Arrived.apply

@@ -18,11 +18,11 @@ Pairs = tuple[tuple[int, int], ...]
 Counts = tuple[int, ...]
 
 # Newer versions call them so and warn about the names that 2.11 has.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SUM = dist.ReduceOp.SUM
-_OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
@@ -31,7 +31,7 @@ def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
     if total.data_ptr() == x.data_ptr():
         total = total.clone()
     if total.numel():
-        dist.all_reduce(total, _OPS[op], group=party.group)
+        dist.all_reduce(total, OPS[op], group=party.group)
     if op == "mean":
         total.div_(party.size)
     return unsummable(total, x.dtype)
@@ -43,7 +43,7 @@ def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
         return x.new_empty(gathered_shape(x, dim, party.size))
     sent = carried(x.contiguous())
     blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
-    _all_gather(blocks, sent, group=party.group)
+    gather(blocks, sent, group=party.group)
     found = uncarried(blocks, x.dtype)
     return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
 
@@ -53,7 +53,7 @@ def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
     blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
     total = blocks.new_empty(blocks.shape[1:])
     if total.numel():
-        _reduce_scatter(total.view(-1), blocks.view(-1), _SUM, group=party.group)
+        scatter(total.view(-1), blocks.view(-1), _SUM, group=party.group)
     if op == "mean":
         total.div_(party.size)
     return unsummable(total, x.dtype)

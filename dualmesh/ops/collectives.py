@@ -9,16 +9,23 @@ from typing import Any
 
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.ops.checks import KINDS, admitted, check_reduction, checked_dim, checked_index, divided, resolved
+from dualmesh.pending import Finished, Pending
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
 
-def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | None = None) -> Any:
+def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | None = None, async_: bool = False) -> Any:
     """Reduce elementwise over an axis; every index gets the result, of the shape of `x`.
 
     *Collective: call on every index of the axis, in the same order.* Gradient of sum and mean: the same all-reduce
     of the cotangents; max and min have none.
+
+    Args:
+        op: sum, mean, max or min.
+        async_: Return at once, with something whose `wait()` gives the result. Torch communicates meanwhile; JAX
+            schedules by itself and has it finished. The gradient is the same. Wait in the same order on every index
+            (gradients are communicated in that order backwards), and leave `x` as it is until then.
 
     Raises:
         ArgumentError: `op` is not sum, mean, max or min.
@@ -27,20 +34,26 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | No
     """
     owner, axis, size, kind = admitted("ops.all_reduce", x, axis, state, unequal=True)
     check_reduction("ops.all_reduce", op, kind, KINDS)
+    if async_:
+        return _started(owner, "all_reduce", x, axis, size, op=op)
     return x if size == 1 else owner.collectives.all_reduce(x, axis, op=op)
 
 
-def all_gather(x: Any, axis: Axis, dim: int = 0, *, state: ParallelState | None = None) -> Any:
+def all_gather(x: Any, axis: Axis, dim: int = 0, *, state: ParallelState | None = None, async_: bool = False) -> Any:
     """Concatenate the blocks of all indices along `dim`, in index order.
 
     *Collective.* `x` has shape (..., n, ...), the result (..., size * n, ...). Gradient: reduce_scatter(sum).
     """
     owner, axis, size, _ = admitted("ops.all_gather", x, axis, state)
     dim = checked_dim("ops.all_gather", x, dim)
+    if async_:
+        return _started(owner, "all_gather", x, axis, size, dim=dim)
     return x if size == 1 else owner.collectives.all_gather(x, axis, dim=dim)
 
 
-def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, state: ParallelState | None = None) -> Any:
+def reduce_scatter(
+    x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, state: ParallelState | None = None, async_: bool = False
+) -> Any:
     """Reduce over an axis and keep block `index` of `dim`.
 
     *Collective.* `x` has shape (..., size * n, ...), the result (..., n, ...). Gradient: all_gather (of sum; that of
@@ -53,10 +66,14 @@ def reduce_scatter(x: Any, axis: Axis, dim: int = 0, op: str = "sum", *, state: 
     owner, axis, size, kind = admitted(where, x, axis, state)
     check_reduction(where, op, kind, {name: KINDS[name] for name in ("sum", "mean")})
     dim = divided(where, x, dim, axis, size)
+    if async_:
+        return _started(owner, "reduce_scatter", x, axis, size, dim=dim, op=op)
     return x if size == 1 else owner.collectives.reduce_scatter(x, axis, dim=dim, op=op)
 
 
-def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, state: ParallelState | None = None) -> Any:
+def all_to_all(
+    x: Any, axis: Axis, split_dim: int, concat_dim: int, *, state: ParallelState | None = None, async_: bool = False
+) -> Any:
     """Cut `split_dim` into blocks, send block j to index j, concatenate along `concat_dim` by sender index.
 
     *Collective.* `split_dim` shrinks by the size of the axis, `concat_dim` grows by it. Gradient: the inverse
@@ -65,6 +82,8 @@ def all_to_all(x: Any, axis: Axis, split_dim: int, concat_dim: int, *, state: Pa
     owner, axis, size, _ = admitted("ops.all_to_all", x, axis, state)
     split_dim = divided("ops.all_to_all", x, split_dim, axis, size)
     concat_dim = checked_dim("ops.all_to_all", x, concat_dim)
+    if async_:
+        return _started(owner, "all_to_all", x, axis, size, split_dim=split_dim, concat_dim=concat_dim)
     return x if size == 1 else owner.collectives.all_to_all(x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
 
@@ -146,6 +165,10 @@ def axis_size(axis: Axis, *, state: ParallelState | None = None) -> int:
     """Return the number of positions along an axis; traced in JAX where rank groups differ in size. *Pure.*"""
     owner, axis, _ = resolved("ops.axis_size", axis, state, unequal=True)
     return owner.size(axis)
+
+
+def _started(owner: ParallelState, verb: str, x: Any, axis: Axis, size: int, **settings: Any) -> Pending:
+    return Finished(x) if size == 1 else owner.collectives.started(verb, x, axis, **settings)
 
 
 def _permuted(owner: ParallelState, x: Any, axis: Axis, size: int, pairs: tuple[tuple[int, int], ...]) -> Any:
