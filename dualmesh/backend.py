@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dualmesh.errors import BackendError
+from dualmesh.fabric import Fabric
 from dualmesh.state import ParallelState, StatePlan, World
 
 
@@ -62,3 +64,15 @@ class Backend(ABC):
     @abstractmethod
     def release(self, states: Sequence[ParallelState]) -> None:
         """Let go of what only these states hold. *Local.*"""
+
+    def fabric(self) -> Fabric:
+        """Return what makes the meshes and groups of a `DistributedState`. *Local.*
+
+        Raises:
+            BackendError: The backend has none.
+        """
+        raise BackendError(
+            f"Backend {self.name!r} makes no meshes and groups for a DistributedState. Give one: "
+            f"DistributedState(fabric=...).",
+            backend=self.name,
+        )

@@ -67,7 +67,7 @@ def mode_groups(mode: ParallelMode, world_size: int, extent: int | Iterable[int]
             return _strided(world_size, size)
         return RankGroups(range(first, first + size) for first in range(0, world_size, size))
     if mode is not ParallelMode.GLOBAL:
-        return _listed_ranks(mode, world_size, extent)
+        return listed_group(f"ParallelMode.{mode.name}", world_size, extent)
     if extent is not None:
         raise ArgumentError(f"ParallelMode.GLOBAL: {extent!r} was given, but the group is all ranks. Leave it out.")
     return RankGroups([range(world_size)])
@@ -90,14 +90,19 @@ def _dividing(mode: ParallelMode, world_size: int, size: Any) -> int:
     return number
 
 
-def _listed_ranks(mode: ParallelMode, world_size: int, ranks: Any) -> RankGroups:
+def listed_group(where: str, world_size: int, ranks: Any) -> RankGroups:
+    """Return one group of ranks of a world, in the listed order. *Pure.*
+
+    Raises:
+        SpecError: The ranks are none, repeated or outside the world.
+    """
     if not isinstance(ranks, Iterable) or isinstance(ranks, str):
-        raise SpecError(f"ParallelMode.{mode.name}: ranks is {ranks!r}. Give a list of ranks.", ranks=ranks)
+        raise SpecError(f"{where}: ranks is {ranks!r}. Give a list of ranks.", ranks=ranks)
     groups = RankGroups([ranks])
     beyond = [rank for rank in groups.members if rank >= world_size]
     if beyond:
         raise SpecError(
-            f"ParallelMode.{mode.name}: ranks {listed(groups.groups[0])} has {listed(beyond)}, outside the world of "
+            f"{where}: ranks {listed(groups.groups[0])} has {listed(beyond)}, outside the world of "
             f"{counted(world_size, 'rank')}. Ranks: 0..{world_size - 1}.",
             ranks=groups.groups[0],
             world_size=world_size,

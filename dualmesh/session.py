@@ -142,9 +142,15 @@ def session(
 def session_for(backend: str | None) -> Session:
     """Return the live session of the backend meant, adopting or starting its world. *Local* unless it starts one."""
     with _lock:
-        driver = discovery.choose(backend, _live_backends())
+        driver = driver_for(backend)
         running = driver.world()
         return init_distributed(driver.name) if running is None else adopted(driver, running)
+
+
+def driver_for(backend: str | None) -> Backend:
+    """Return the backend meant, whether its world runs or not. *Local.*"""
+    with _lock:
+        return discovery.choose(backend, _live_backends())
 
 
 def adopted(driver: Backend, running: World) -> Session:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dualmesh import environment
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
+from dualmesh.fabric import Fabric, ListedFabric
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_sim.state import SimState
@@ -49,6 +50,9 @@ class SimBackend(Backend):
 
     def release(self, states: Sequence[ParallelState]) -> None:
         """Nothing to let go of: simulated groups are tuples of ranks."""
+
+    def fabric(self) -> Fabric:
+        return ListedFabric(running=self._world is not None)
 
 
 def _world_size(launch: Launch) -> int:
