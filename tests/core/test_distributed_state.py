@@ -228,13 +228,6 @@ def test_hsdp_of_the_world_is_refused_inside_federations():
 
 ADDRESS = {"backend": "gloo", "device_type": "cpu", "master_addr": "host", "master_port": 29500}
 GLOBAL = {**ADDRESS, "rank": 0, "world_size": 4}
-    "backend": "gloo",
-    "device_type": "cpu",
-    "master_addr": "host",
-    "master_port": 29500,
-    "rank": 0,
-    "world_size": 4,
-}
 
 
 @pytest.mark.parametrize(
