@@ -12,7 +12,7 @@ from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to
 from dualmesh.errors import DualmeshError, StaleStateError
 from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
-from dualmesh.loss import sum_gradients, sync_gradients, token_mean
+from dualmesh.loss import global_norm, sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
 from dualmesh.plan import ShardingPlan
 from dualmesh.programs import remat, shard_map, value_and_grad
@@ -45,6 +45,7 @@ __all__ = [
     "distribute",
     "get_parallel_state",
     "get_parallel_state_by_name",
+    "global_norm",
     "host",
     "importers",
     "init_distributed",

@@ -6,6 +6,7 @@ The differentiated objective is the sum over ranks of each rank's scalar; this m
 from typing import Any
 
 from dualmesh import ops
+from dualmesh.errors import ArgumentError
 from dualmesh.lazy import array_api_compat
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
@@ -67,3 +68,21 @@ def sync_gradients(params: Any, axis: Axis | None = None, *, state: ParallelStat
     over = owner.topology.role("loss") if axis is None else axis
     owner.require_ready("sync_gradients")
     return params if owner.size(over) == 1 else owner.programs.sync_gradients(params, over)
+
+
+def global_norm(tree: Any, ord: float = 2, axis: Axis | None = None, *, state: ParallelState | None = None) -> Any:
+    """Return the norm of all arrays in a tree, taken as one vector; each element counts once. *Collective.*
+
+    Args:
+        tree: Nested containers of global arrays: DTensors, JAX arrays; of gradients to clip, for example. A plain
+            torch tensor, or a DTensor beyond its own mesh, counts as equal on every rank.
+        ord: The order of the norm, above 0; inf is the largest absolute value.
+        axis: The axis along which per-rank blocks differ: blocks of a tensor-parallel module, say. Give blocks and
+            replicated arrays in two calls and put their norms together.
+    """
+    owner = get_parallel_state() if state is None else state
+    if isinstance(ord, bool) or not isinstance(ord, int | float) or not ord > 0:
+        raise ArgumentError(f"global_norm: ord={ord!r}. Give a number above 0, or inf.", ord=ord)
+    owner.require_ready("global_norm")
+    split = axis if axis is not None and owner.size(axis) > 1 else None
+    return owner.programs.global_norm(tree, float(ord), split)

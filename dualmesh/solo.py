@@ -11,10 +11,11 @@ from typing import Any
 
 from dualmesh import discovery
 from dualmesh.errors import NoStateError, StateWarning
-from dualmesh.lazy import np
+from dualmesh.lazy import array_api_compat, np
 from dualmesh.partition_spec import P, check_axes
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh.topology import Axis
+from dualmesh.tree import leaves
 from dualmesh.usual import parallel_spec
 from dualmesh.verbs import Arrays, Programs
 
@@ -132,6 +133,13 @@ class _SoloPrograms(Programs):
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:
         return params
+
+    def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
+        flat = [array_api_compat.array_namespace(x).reshape(x, (-1,)) for x in leaves(tree)]
+        if not flat:
+            return np.zeros(())
+        xp = array_api_compat.array_namespace(flat[0])
+        return xp.linalg.vector_norm(xp.concat(flat), ord=order)
 
 
 def several_processes() -> str | None:

@@ -149,6 +149,13 @@ class Programs(ABC):
     def sync_gradients(self, params: Any, axis: Axis) -> Any:
         """Sum the gradients of replicated parameters over the axis; return them."""
 
+    @abstractmethod
+    def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
+        """Return the norm of all global arrays in a tree together, a scalar; `order` is above 0 or inf.
+
+        Blocks, which differ along `axis` only, count as global arrays that are split over it.
+        """
+
 
 class HostObjects(ABC):
     """Plain Python objects between processes."""

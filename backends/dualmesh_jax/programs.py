@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
@@ -106,6 +107,19 @@ class JaxPrograms(Programs):
             return collectives.all_reduce(gradient, axis, op="sum")
 
         return jax.tree.map(summed, params)
+
+    def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
+        collectives, sizes = self._state.collectives, [jnp.abs(x) for x in jax.tree.leaves(tree)]
+        if not sizes:
+            return jnp.zeros(())
+        if order == float("inf"):
+            largest = jnp.max(jnp.stack([jnp.max(x, initial=0) for x in sizes]))
+            return largest if axis is None else collectives.all_reduce(largest, axis, op="max")
+        total = sum(jnp.sum(x**order) for x in sizes)
+        if axis is not None:
+            collectives.admit("global_norm", total, axis)
+            total = collectives.all_reduce(total, axis, op="sum")
+        return total ** (1 / order)
 
 
 class Lifted:

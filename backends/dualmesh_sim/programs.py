@@ -83,6 +83,23 @@ class SimPrograms(Programs):
 
         return mapped(summed, params)
 
+    def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
+        whole = [np.ravel(self._whole(x)) for x in leaves(tree)]
+        norm = np.linalg.norm(np.concatenate(whole), order) if whole else np.zeros(())
+        if axis is None:
+            return np.asarray(norm)
+        if place() is None:
+            raise ArgumentError(
+                "global_norm: axis= is for per-rank blocks. Call it inside dm.shard_map, or leave it out."
+            )
+        op = "max" if order == np.inf else "sum"
+        power = norm if order == np.inf else norm**order
+        total = self._state.collectives.all_reduce(np.asarray(power), axis, op=op)
+        return total if order == np.inf else total ** (1 / order)
+
+    def _whole(self, x: Any) -> Any:
+        return self._arrays.to_numpy(x) if isinstance(x, SimArray) else np.asarray(x)
+
     def _check_specs(self, what: str, specs: Any, axes: tuple[str, ...] | None) -> None:
         if axes is not None:
             self._state.size(axes)

@@ -17,7 +17,7 @@ from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import collectives, gradients, scope
+from dualmesh_torch import collectives, gradients, norms, scope
 from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
 from dualmesh_torch.captures import refuse_captured
 from dualmesh_torch.replication import check_replicated as check_equal
@@ -102,6 +102,9 @@ class TorchPrograms(Programs):
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:
         return gradients.synced(params, self._state.party(axis))
+
+    def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
+        return norms.of(list(leaves(tree)), order, None if axis is None else self._state.party(axis))
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
         """Return this rank's block; its gradient is summed over the ranks that hold the same."""

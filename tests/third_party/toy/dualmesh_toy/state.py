@@ -138,6 +138,9 @@ class ToyPrograms(Programs):
     def sync_gradients(self, params, axis):
         return mapped(lambda x: self._state.collectives.all_reduce(x, axis, op="sum"), params)
 
+    def global_norm(self, tree, order, axis):
+        return np.linalg.norm(np.concatenate([np.ravel(x) for x in leaves(tree)]), order)
+
 
 class ToyHost(HostObjects):
     def __init__(self, state):
