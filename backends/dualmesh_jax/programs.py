@@ -112,12 +112,14 @@ class JaxPrograms(Programs):
         collectives, sizes = self._state.collectives, [jnp.abs(x) for x in jax.tree.leaves(tree)]
         if not sizes:
             return jnp.zeros(())
+        if axis is not None:
+            collectives.admit("global_norm", sizes[0], axis)
+        sizes = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in sizes]
         if order == float("inf"):
             largest = jnp.max(jnp.stack([jnp.max(x, initial=0) for x in sizes]))
             return largest if axis is None else collectives.all_reduce(largest, axis, op="max")
         total = sum(jnp.sum(x**order) for x in sizes)
         if axis is not None:
-            collectives.admit("global_norm", total, axis)
             total = collectives.all_reduce(total, axis, op="sum")
         return total ** (1 / order)
 

@@ -24,6 +24,7 @@ def of(tensors: Sequence[torch.Tensor], order: float, party: Party | None) -> to
     for tensor in tensors:
         groups, local = _split(tensor)
         size = local.abs()
+        size = size.float() if size.itemsize < 4 else size
         part = (size.max() if size.numel() else size.new_zeros(())) if is_largest else (size**order).sum()
         parts.setdefault(groups, []).append(part)
     if not parts:

@@ -85,6 +85,24 @@ def test_every_array_counts_once_in_a_global_norm(backend):
         np.testing.assert_allclose(found, wanted, rtol=1e-13)
 
 
+def block_norms(x):
+    """Return norms, of several orders, of blocks that differ along tp only."""
+    import dualmesh as dm
+
+    dm.init_parallel_state(dp_size=2, tp_size=2)
+    orders = (2, 3, float("inf"))
+    each = dm.shard_map(lambda x: tuple(dm.global_norm([x], order, "tp") for order in orders), dm.P("tp"), dm.P())
+    return [float(dm.to_numpy(norm)) for norm in each(dm.distribute(x, dm.P("tp")))]
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_blocks_along_an_axis_count_as_one_array(backend):
+    x = np.random.default_rng(6).normal(size=(4, 3))
+    wanted = [np.linalg.norm(x.reshape(-1), order) for order in (2, 3, np.inf)]
+    for found in wide_worlds()[backend](block_norms, x, world_size=4):
+        np.testing.assert_allclose(found, wanted, rtol=1e-14)
+
+
 def plain_norms():
     """Return norms of plain blocks: equal ones, ones split over tp; and what a wrong order says."""
     import torch
