@@ -42,7 +42,7 @@ def init_parallel_state(
     extra_parallel_placement_innermost: Sequence[bool] = (False,),
     extra_parallel_names: Sequence[str] = ("ep",),
     async_enabled: bool = False,
-    name: str = "base",
+    name: str | None = "base",
     *,
     spec: AnySpec | RankGroups | None = None,
     ep_size: int | None = None,
@@ -65,7 +65,7 @@ def init_parallel_state(
         extra_parallel_placement_innermost: Accepted for the seed's callers and changes nothing: extra axes are
             innermost unless `extra_parallel_outermost` says otherwise.
         async_enabled: Kept for the trainer.
-        name: The name to register.
+        name: The name to register; None, as the seed allows: "base".
         spec: Axes of one's own, instead of sizes: a grid, or rank groups (one axis "group", or several named ones).
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.
         ranks: The session ranks of the state in grid order, when it is not over all of them.
@@ -76,6 +76,7 @@ def init_parallel_state(
         SpecError: The sizes do not fit; nothing was created.
         ArgumentError: Another argument is not allowed.
     """
+    name = "base" if name is None else name
     sizes: dict[str, tuple[Any, Any]] = {
         "dp_size": (dp_size, None),
         "dp_replicate_size": (dp_replicate_size, 1),

@@ -1,6 +1,8 @@
 """`ParallelState`: a topology bound to a backend under a session, and what every backend answers alike.
 
-How states are registered is in `registry` and `initialization`, how one becomes ambient in `scope`.
+How states are registered is in `registry` and `initialization`, how one becomes ambient in `scope`. Longer than other
+modules, since it is the whole contract that every backend's state fills; the seed's attributes are in
+`seed_attributes`.
 """
 
 from abc import ABC, abstractmethod
