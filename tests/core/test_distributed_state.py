@@ -383,6 +383,7 @@ def test_devices_that_are_not_here_are_refused(ask, match):
 def test_groups_keep_the_listed_order():
     group = in_world(1, 4).create_process_group([3, 1], "own")
     assert ((3, 1), "gloo", "own") == (group.ranks, group.backend, group.description)
+    assert group != in_world(1, 4).create_process_group([3, 1], "own")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def as_data(plan):
             [(0, [1], False), (0, [4], False), (2, [3], False)],
         ),
         ([([], [0]), ([1, 2], [])], "Double", [(1, [0], False)]),
+        ([([0], [1]), ([2], []), ([], [3])], "Double", [(0, [1], True), (2, [3], False)]),
     ],
 )
 def test_worked_examples(nodes, buffers, expected):
