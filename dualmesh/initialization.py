@@ -155,8 +155,7 @@ def init_parallel_states(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
             dp_mode=dp_mode,
         )
-    with registry.lock:
-        current = session_for(backend)
+    with registry.lock, session_for(backend) as current:
         places = _places(ranks, current)
         plans = {
             name: StatePlan(

@@ -5,7 +5,7 @@ trainers that start anew declare a `TopologySpec` and need none of them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dualmesh.errors import ArgumentError, RankError, SpecError, did_you_mean, listed
@@ -134,14 +134,23 @@ def state_group(initializer: ModeInitializer, backend: str) -> Any:
     Raises:
         RankError: The running world has another size, or this process does not hold the rank.
     """
-    axis, rank, current = initializer.mode.value, initializer.rank, session_for(None)
-    if current.world_size != initializer.world_size or rank not in current.local_ranks:
+    with session_for(None) as current:
+        _check_place(initializer, current.world_size, current.local_ranks)
+        return _group_of(initializer, backend)
+
+
+def _check_place(initializer: ModeInitializer, world_size: int, local_ranks: Sequence[int]) -> None:
+    if world_size != initializer.world_size or initializer.rank not in local_ranks:
         raise RankError(
-            f"{type(initializer).__name__}: made for rank {rank} of {initializer.world_size}, but this process holds "
-            f"the ranks {listed(current.local_ranks)} of a world of {current.world_size}. Give the running world's "
+            f"{type(initializer).__name__}: made for rank {initializer.rank} of {initializer.world_size}, but this "
+            f"process holds the ranks {listed(local_ranks)} of a world of {world_size}. Give the running world's "
             f"numbers.",
-            rank=rank,
+            rank=initializer.rank,
         )
+
+
+def _group_of(initializer: ModeInitializer, backend: str) -> Any:
+    axis, rank = initializer.mode.value, initializer.rank
     spec, on_cpu = GroupSpec({axis: initializer.groups}), backend == "gloo"
     wanted: object = spec
     name = f"{initializer.state_name}@cpu" if on_cpu else initializer.state_name

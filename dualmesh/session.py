@@ -139,12 +139,19 @@ def session(
         started.close()
 
 
-def session_for(backend: str | None) -> Session:
-    """Return the live session of the backend meant, adopting or starting its world. *Local* unless it starts one."""
+@contextmanager
+def session_for(backend: str | None) -> Iterator[Session]:
+    """Yield the live session of the backend meant; a world started for the block ends if the block raises. *Local.*"""
     with _lock:
         driver = driver_for(backend)
         running = driver.world()
-        return init_distributed(driver.name) if running is None else adopted(driver, running)
+        current = init_distributed(driver.name) if running is None else adopted(driver, running)
+    try:
+        yield current
+    except BaseException:
+        if running is None:
+            current.close()
+        raise
 
 
 def driver_for(backend: str | None) -> Backend:

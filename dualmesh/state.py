@@ -233,8 +233,15 @@ class ParallelState(SeedAttributes, ABC):
         return self.size(self.topology.role("data"))
 
     def is_writer(self, axes: Axis | None = None) -> Any:
-        """Tell whether this rank has index 0 along the axes (default: all ranks of the state). *Pure.*"""
-        return self.index("world" if axes is None else axes) == 0
+        """Tell whether this rank has index 0 along the axes (default: all ranks of the state). *Pure.*
+
+        A process that holds several ranks writes where one of them does; inside `dm.shard_map` each rank answers.
+        """
+        axis = "world" if axes is None else axes
+        try:
+            return self.index(axis) == 0
+        except RankError:
+            return any(self.index(axis, rank) == 0 for rank in self.local_ranks)
 
     # -- what the backend holds ------------------------------------------------------------------------------------
 

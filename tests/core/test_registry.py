@@ -162,3 +162,17 @@ def test_same_sizes_in_a_new_session_are_a_fresh_state():
         with dm.session(backend="sim", world_size=4):
             handles.append(dm.init_parallel_state(dp_size=4))
     assert handles[0] is not handles[1]
+
+
+def test_refused_init_ends_the_world_that_it_started():
+    with pytest.raises(SpecError, match="the world has 1 rank"):
+        dm.init_parallel_state(dp_size=7, backend="sim")
+    with dm.session(backend="sim", world_size=2) as session:
+        assert session.world_size == 2
+
+
+def test_a_process_of_several_ranks_is_the_writer_where_one_of_them_is(world):
+    state = dm.init_parallel_state(dp_size=2, tp_size=4)
+    assert state.is_writer()
+    other = dm.init_parallel_state(dp_size=4, ranks=[4, 5, 6, 7], name="other")
+    assert other.is_writer("dp")
