@@ -20,7 +20,7 @@ def token_mean(
 
     objective = loss_sum / total; the sum over ranks of the objectives is the global mean, so gradients are summed
     and no factor appears. value = that mean on every rank, for the log, cut off from the gradient. Ranks without
-    tokens contribute 0; with no token anywhere both are 0.
+    tokens contribute 0; with no token anywhere both are 0. A loss of 16 bits is divided in float32.
 
     *Collective over the axis.*
 
@@ -33,6 +33,8 @@ def token_mean(
     owner = get_parallel_state() if state is None else state
     over = owner.topology.role("loss") if axis is None else axis
     xp = array_api_compat.array_namespace(loss_sum)
+    if loss_sum.dtype.itemsize < 4:
+        loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
     cut = owner.collectives.stop_gradient if owner.size(over) > 1 else _unchanged
     if total is None:
         own = xp.zeros_like(loss_sum) + count

@@ -119,12 +119,6 @@ def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tens
     return verbs[verb](x, party, **settings)
 
 
-def with_summed_gradient(x: Tensor, axis: Axis, party: Party) -> Tensor:
-    """Return `x`, whose gradient is summed over a group: the ranks hold the same and use it differently."""
-    found: Tensor = _apply(x, call("enter", axis, party.size), party)
-    return found
-
-
 class _Linear(torch.autograd.Function):
     """Any collective and, as its gradient, the one that the op table names."""
 

@@ -65,7 +65,7 @@ def _summed_bucket(
 def synced(params: Any, party: Party) -> Any:
     """Sum gradients in place over a group; a parameter without one counts as zeros. *Collective over the group.*"""
     with torch.no_grad():
-        for parameter in _parameters(params):
+        for parameter in dict.fromkeys(_parameters(params)):  # a tied parameter has one gradient
             gradient = parameter.grad
             if isinstance(gradient, DTensor) or isinstance(parameter, DTensor):
                 raise ArrayTypeError(

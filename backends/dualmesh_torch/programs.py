@@ -17,7 +17,7 @@ from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import collectives, gradients, norms, scope
+from dualmesh_torch import boundary, gradients, norms, scope
 from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
 from dualmesh_torch.captures import refuse_captured
 from dualmesh_torch.replication import check_replicated as check_equal
@@ -65,9 +65,12 @@ class TorchPrograms(Programs):
             if _thread.is_inside:
                 raise ArgumentError(NESTED)
             refuse_captured(fn)
-            blocks = mapped(self._block, args, spec_tree(in_specs, args, what="shard_map in_specs"))
+            specs = spec_tree(in_specs, args, what="shard_map in_specs")
+            blocks, tie = self._entered(mapped(self._block, args, specs), specs)
             results = _called(fn, blocks)
             specs = spec_tree(out_specs, results, what="shard_map out_specs")
+            if tie is not None:
+                results = mapped(lambda one: boundary.tied(tensor_of("shard_map", one), tie), results)
             found = mapped(self._whole, results, specs)
             if check_replicated:
                 check_equal(self._state, list(leaves(found)), [P(*P.of(spec).entries) for spec in leaves(specs)])
@@ -107,13 +110,21 @@ class TorchPrograms(Programs):
         return norms.of(list(leaves(tree)), order, None if axis is None else self._state.party(axis))
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
-        """Return this rank's block; its gradient is summed over the ranks that hold the same."""
+        """Return this rank's block."""
         laid_out = self._arrays.placed("shard_map", x, spec)
         block: torch.Tensor = laid_out.to_local(grad_placements=laid_out.placements)
-        over = self._others(spec)
-        if not over or not (block.requires_grad and torch.is_grad_enabled()):
-            return block
-        return collectives.with_summed_gradient(block, over, self._state.party(over))
+        return block
+
+    def _entered(self, blocks: Any, specs: Any) -> tuple[Any, torch.Tensor | None]:
+        """Return the blocks with their gradients summed over the ranks that hold the same, and what ties results."""
+        pairs = list(zip(leaves(blocks), leaves(specs), strict=True))
+        needing = [(block, self._others(spec)) for block, spec in pairs if block.requires_grad]
+        if not needing or not torch.is_grad_enabled():
+            return blocks, None
+        shared = [(over, self._state.party(over)) if over else None for _, over in needing]
+        found, tie = boundary.entered([block for block, _ in needing], shared)
+        entered = iter(found)
+        return mapped(lambda block: next(entered) if block.requires_grad else block, blocks), tie
 
     def _whole(self, result: Any, spec: P) -> DTensor:
         """Return the global array of what the ranks returned; each gets its part of the gradient."""
