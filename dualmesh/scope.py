@@ -23,13 +23,15 @@ Result = TypeVar("Result")
 class Scope:
     """One entered scope: a state, the name it was entered by, and the scope around it."""
 
-    __slots__ = ("held", "name", "outer", "owner", "state")
+    __slots__ = ("before", "held", "name", "outer", "owner", "state")
 
     state: ParallelState
     name: str
     owner: object
     """The object that was entered, when it is another than the scope."""
     outer: "Scope | None"
+    before: "Scope | None"
+    """The scope that the thread was in before: another than `outer` where asyncio tasks take turns."""
     held: "_Held | None"
     """What mirrors need to leave; `_CLOSED` once a scope around it was left first."""
 
@@ -64,9 +66,12 @@ class ScopeMirror(Protocol):
     def set_default(self, state: ParallelState | None) -> None:
         """Learn the state that holds where no scope is open, in every thread."""
 
+    def allow_apart(self, scope: Scope | None) -> None:
+        """Accept or refuse that a context is in `scope` while its thread, and so this place, is in another."""
+
 
 class ThreadMirror(threading.local):
-    """The innermost scope of a thread, for compiled code, which cannot read a ContextVar."""
+    """The scope that a thread entered last, for compiled code, which cannot read a ContextVar."""
 
     def __init__(self) -> None:
         # Set here and not on the class: torch.compile does not guard a class-level default, and would keep its answer.
@@ -77,7 +82,7 @@ _CURRENT: ContextVar[Scope | None] = ContextVar("dualmesh_scope", default=None)
 # Compiled code cannot run these and `hold`: there the torch backend puts the thread's mirror in their place.
 read = _CURRENT.get
 write = _CURRENT.set
-_thread: ThreadMirror | None = None
+this_thread = ThreadMirror()
 _mirrors: tuple[ScopeMirror, ...] = ()
 _elsewhere: Callable[[], Scope | None] | None = None
 _default: ParallelState | None = None
@@ -90,8 +95,14 @@ def get_parallel_state() -> ParallelState:
     """Return the ambient state: the innermost scope's, else the process-wide default. *Local.*
 
     Before any state is registered this is a single-process state, with one warning.
+
+    Raises:
+        ScopeError: With JAX loaded: the context is in another scope than its thread, since a `with` block was held
+            open across an await, or the context was copied to where it was not entered.
     """
     scope = read()
+    if scope is not this_thread.scope:
+        _allow_apart(scope)
     if scope is None and _elsewhere is not None:
         scope = _elsewhere()
     if scope is not None:
@@ -100,7 +111,10 @@ def get_parallel_state() -> ParallelState:
 
 
 def scope_name() -> str | None:
-    """Return the name by which the ambient state was entered, the default's name, or None before any init. *Local.*"""
+    """Return the name by which the ambient state was entered, the default's name, or None before any init. *Local.*
+
+    Code that was compiled for a state keeps the name that it was compiled under, where two names share one state.
+    """
     scope = current_scope()
     if scope is not None:
         return scope.name
@@ -110,18 +124,25 @@ def scope_name() -> str | None:
 def current_scope() -> Scope | None:
     """Return the innermost scope of this execution context, or None. *Local.*"""
     scope = read()
+    if scope is not this_thread.scope:
+        _allow_apart(scope)
     return scope if scope is not None or _elsewhere is None else _elsewhere()
+
+
+def _allow_apart(scope: Scope | None) -> None:
+    for mirror in _mirrors:
+        mirror.allow_apart(scope)
 
 
 def push(scope: Scope) -> None:
     """Enter a scope; every storage knows it, or none does when one refuses. *Local.*"""
     scope.outer = read()
+    scope.before = this_thread.scope
     scope.held = None
     if _mirrors:
         hold(scope)
     write(scope)
-    if _thread is not None:
-        _thread.scope = scope
+    this_thread.scope = scope
 
 
 def pop(scope: Scope) -> None:
@@ -133,11 +154,13 @@ def pop(scope: Scope) -> None:
     if read() is not scope:
         _pop_out_of_order(scope)
         return
+    if this_thread.scope is not scope:
+        _pop_from_below(scope)
+        return
     if scope.held is not None:
         release(scope)
     write(scope.outer)
-    if _thread is not None:
-        _thread.scope = scope.outer
+    this_thread.scope = scope.before
 
 
 def hold(scope: Scope) -> None:
@@ -168,11 +191,7 @@ def _pop_out_of_order(scope: Scope) -> None:
         inner.append(found)
         found = found.outer
     if found is None:
-        raise ScopeError(
-            f"use_parallel_state: the scope {scope.name!r} is left in a thread or task that did not enter it. Enter "
-            f"and leave it in one, or carry it across with dm.bind.",
-            name=scope.name,
-        )
+        raise _entered_elsewhere(scope)
     for open_scope in (*inner, scope):
         pop(open_scope)
         open_scope.held = _CLOSED
@@ -182,6 +201,33 @@ def _pop_out_of_order(scope: Scope) -> None:
         f"closed now; leave scopes in reverse order, best with nested `with` blocks.",
         name=scope.name,
         inner=tuple(open_scope.name for open_scope in inner),
+    )
+
+
+def _pop_from_below(scope: Scope) -> None:
+    """Leave a scope while the thread is in scopes that other tasks entered after it; those stay."""
+    above = []
+    found = this_thread.scope
+    while found is not None and found is not scope:
+        above.append(found)
+        found = found.before
+    if found is None:
+        raise _entered_elsewhere(scope)
+    for open_scope in (*above, scope):
+        release(open_scope)
+    this_thread.scope = scope.before
+    for open_scope in reversed(above):
+        open_scope.before = this_thread.scope
+        hold(open_scope)
+        this_thread.scope = open_scope
+    write(scope.outer)
+
+
+def _entered_elsewhere(scope: Scope) -> ScopeError:
+    return ScopeError(
+        f"use_parallel_state: the scope {scope.name!r} is left in a thread or task that did not enter it. Enter "
+        f"and leave it in one, or carry it across with dm.bind.",
+        name=scope.name,
     )
 
 
@@ -218,25 +264,24 @@ class use_parallel_state(Scope):
         self.state = state
         self.name = name
         self.outer = read()
+        self.before = this_thread.scope
         self.held = None
         if _mirrors:
             hold(self)
         write(self)
-        if _thread is not None:
-            _thread.scope = self
+        this_thread.scope = self
         return state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if read() is not self:
+        if read() is not self or this_thread.scope is not self:
             self._leave(error)
             return
         if self.held is not None:
             release(self)
         write(self.outer)
-        if _thread is not None:
-            _thread.scope = self.outer
+        this_thread.scope = self.before
 
     def _enter_again(self) -> ParallelState:
         """Enter a scope of its own: the object was entered before, here or in another thread or task."""
@@ -247,7 +292,7 @@ class use_parallel_state(Scope):
 
     def _leave(self, error: BaseException | None) -> None:
         """Leave the innermost scope that this object entered in this thread or task."""
-        scope = current_scope()
+        scope = read()
         while scope is not None and scope is not self and getattr(scope, "owner", None) is not self:
             scope = scope.outer
         try:
@@ -310,28 +355,18 @@ def set_elsewhere(find: Callable[[], Scope | None]) -> None:
     _elsewhere = find
 
 
-def mirror_in_thread() -> ThreadMirror:
-    """Keep every thread's innermost scope in a thread-local too, the open one of this context included. *Local.*"""
-    global _thread
-    with _lock:
-        if _thread is None:
-            _thread = ThreadMirror()
-            _thread.scope = read()
-        return _thread
-
-
 def add_mirror(mirror: ScopeMirror) -> None:
-    """Keep one more storage in step from now on, the open scopes of this context included. *Local.*"""
+    """Keep one more storage in step from now on, the open scopes of this thread included. *Local.*"""
     global _mirrors
     with _lock:
         if mirror in _mirrors:
             return
         mirror.set_default(_default)
         chain = []
-        scope = read()
+        scope = this_thread.scope
         while scope is not None:
             chain.append(scope)
-            scope = scope.outer
+            scope = scope.before
         for scope in reversed(chain):
             scope.held = [*(scope.held or []), (mirror.leave, mirror.enter(scope))]
         _mirrors = (*_mirrors, mirror)

@@ -20,7 +20,6 @@ from dualmesh.errors import ArrayTypeError, OutsideShardMapError
 from dualmesh.op_table import call, transpose
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
-from dualmesh_jax.keys import check_agreement
 from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged
 
@@ -141,7 +140,6 @@ class JaxCollectives(Collectives):
             raise OutsideShardMapError(
                 OUTSIDE.format(where=where, axis=axis, label=self._state.label), where=where, axis=axis
             )
-        check_agreement(where)
 
 
 def _places(sizes: Sequence[int], order: Sequence[int]) -> list[int]:

@@ -8,15 +8,9 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from dualmesh.errors import BackendImportError, ScopeError
-from dualmesh.scope import current_scope, default_state, scope_name
+from dualmesh.errors import BackendImportError
 from dualmesh.state import ParallelState, StatePlan
 
-DISAGREE = (
-    "{where}: the ambient state here is {name!r}, but JAX would cache this under another one. A scope was held across "
-    "an await or a yield, or its context was copied into a thread. Decorate the coroutine or generator with "
-    "dm.use_parallel_state(...) instead of holding a `with` block open in it; carry scopes into threads with dm.bind."
-)
 NO_USER_CONTEXT = (
     "Backend 'jax': jax {version} has no jax.make_user_context, without which jitted functions keep the answers of the "
     "scope that they were first traced in. Install jax 0.10 or newer."
@@ -81,15 +75,3 @@ def user_context() -> Any:
     if _context is None:
         raise BackendImportError(NO_USER_CONTEXT.format(version=jax.__version__), version=jax.__version__)
     return _context
-
-
-def check_agreement(where: str) -> None:
-    """Refuse to trace or run where JAX's caches are keyed by another state than the ambient one. *Local.*
-
-    Raises:
-        ScopeError: They disagree.
-    """
-    scope = current_scope()
-    ambient = default_state() if scope is None else scope.state
-    if _context.value != key_of(ambient):
-        raise ScopeError(DISAGREE.format(where=where, name=scope_name()), where=where, state=ambient)

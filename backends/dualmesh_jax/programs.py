@@ -18,10 +18,10 @@ from jax.sharding import get_abstract_mesh
 
 from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
+from dualmesh.scope import current_scope
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
 from dualmesh_jax.arrays import is_staging
-from dualmesh_jax.keys import check_agreement
 from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
 
@@ -150,7 +150,7 @@ class Lifted:
         self._inlined = jax.jit(self._traced, inline=True)
 
     def __call__(self, *args: Any) -> Any:
-        check_agreement("shard_map")
+        current_scope()  # refuses where the thread is in another scope, for which the results would be kept
         if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
         with ambient_mesh(self._state.shared):

@@ -5,11 +5,19 @@ Keys are in `keys`, meshes in `meshes`; the ambient state itself is kept by `dua
 
 from typing import Any
 
+from dualmesh.errors import ScopeError
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
 from dualmesh_jax.keys import key_of, user_context
 from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.state import JaxState
+
+APART = (
+    "get_parallel_state: the ambient state here is {name}, but this thread, by which JAX caches what it traces, is in "
+    "another scope: a `with` block was held open across an await, or its context was copied to where nothing entered "
+    "it. Decorate the coroutine with dm.use_parallel_state(...) instead; carry a scope into threads and new tasks with "
+    "dm.bind(fn)."
+)
 
 
 class JaxMirror:
@@ -38,3 +46,12 @@ class JaxMirror:
 
     def set_default(self, state: ParallelState | None) -> None:
         self._context.set_global(key_of(state))
+
+    def allow_apart(self, scope: Scope | None) -> None:
+        """Refuse it: JAX would keep the answer for another state, and give it there ever after.
+
+        Raises:
+            ScopeError: Always.
+        """
+        name = None if scope is None else scope.name
+        raise ScopeError(APART.format(name="the default" if scope is None else repr(name)), name=name)

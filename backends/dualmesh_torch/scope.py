@@ -19,12 +19,9 @@ from dualmesh_torch import private
 _KEY = "dualmesh_scope"
 
 
-_thread = core.mirror_in_thread()
-
-
 @torch.compiler.substitute_in_graph(core.read, skip_signature_check=True)
 def _read() -> Scope | None:
-    return _thread.scope
+    return core.this_thread.scope
 
 
 @torch.compiler.substitute_in_graph(core.write, skip_signature_check=True)  # type: ignore[arg-type]  # no Token there
@@ -49,6 +46,9 @@ class WorkerMirror:
 
     def set_default(self, state: ParallelState | None) -> None:
         """Nothing to do: every thread sees the core's default."""
+
+    def allow_apart(self, scope: Scope | None) -> None:
+        """Accept it: a context's own scope is right for code that is not compiled."""
 
 
 def carry_to_workers() -> None:

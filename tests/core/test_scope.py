@@ -304,7 +304,7 @@ class RecordingMirror:
     """A mirror that keeps what it was told, and can refuse."""
 
     def __init__(self):
-        self.stack, self.default, self.refuse = [], "unset", False
+        self.stack, self.default, self.refuse, self.apart = [], "unset", False, []
 
     def enter(self, entered):
         if self.refuse:
@@ -317,6 +317,9 @@ class RecordingMirror:
 
     def set_default(self, state):
         self.default = state
+
+    def allow_apart(self, entered):
+        self.apart.append(entered and entered.name)
 
 
 @pytest.fixture
@@ -353,4 +356,52 @@ def test_out_of_order_leaves_mirrors_in_order(states, mirror):
     inner.__enter__()
     with pytest.raises(ScopeError):
         outer.__exit__(None, None, None)
+    assert mirror.stack == []
+
+
+def test_mirrors_stay_in_step_when_tasks_take_turns_with_open_blocks(states, mirror):
+    scope.add_mirror(mirror)
+    seen = []
+
+    async def task(name, steps):
+        with dm.use_parallel_state(name):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            seen.append((name, list(mirror.stack)))
+
+    async def main():
+        await asyncio.gather(task("a", 1), task("b", 3), task("a", 2))
+
+    asyncio.run(main())
+    assert seen == [("a", ["a", "b", "a"]), ("a", ["b", "a"]), ("b", ["b"])]
+    assert mirror.stack == []
+    assert scope.this_thread.scope is None
+
+
+def test_mirrors_are_asked_where_a_context_and_its_thread_are_in_different_scopes(states, mirror):
+    scope.add_mirror(mirror)
+    with dm.use_parallel_state("a"):
+        context = contextvars.copy_context()
+        assert context.run(dm.scope_name) == "a"
+        assert mirror.apart == []
+        in_thread(lambda: context.run(dm.get_parallel_state))
+        in_thread(lambda: context.run(dm.scope_name))
+    context.run(dm.get_parallel_state)
+    assert mirror.apart == ["a"] * 3
+    with dm.use_parallel_state("b"):
+        contextvars.Context().run(dm.get_parallel_state)
+    assert mirror.apart == ["a"] * 3 + [None]
+
+
+def test_a_scope_entered_in_a_copied_context_is_right_there(states, mirror):
+    scope.add_mirror(mirror)
+    with dm.use_parallel_state("a"):
+        context = contextvars.copy_context()
+
+    def enter():
+        with dm.use_parallel_state("b"):
+            return dm.scope_name(), list(mirror.stack)
+
+    assert in_thread(lambda: context.run(enter)) == ("b", ["b"])
+    assert mirror.apart == []
     assert mirror.stack == []

@@ -285,17 +285,93 @@ def test_decorated_coroutines_keep_their_scopes_apart():
 
 
 @in_jax()
-def test_a_scope_that_jax_does_not_know_of_is_refused_with_the_cure():
+def test_a_context_apart_from_its_thread_is_refused_and_spoils_no_cache():
     import asyncio
+    import contextvars
+    import threading
+
+    import jax
 
     two_meshes()
+    read = jax.jit(lambda x: x * dm.get_parallel_state().size("sp"))
+    lifted = summed()
 
-    async def held():
+    def in_thread(fn, *args):
+        found = []
+
+        def run():
+            try:
+                found.append(fn(*args))
+            except ScopeError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+        return found[0]
+
+    async def awaited(fn, *args):
         with dm.use_parallel_state("b"):
-            await asyncio.to_thread(summed(), X)
+            await asyncio.sleep(0)
+            return await asyncio.to_thread(fn, *args)
 
-    with pytest.raises(ScopeError, match=r"'b', but JAX would cache this under another.*dm\.bind"):
-        asyncio.run(held())
+    async def task_after_the_block(fn, *args):
+        async def call():
+            return fn(*args)
+
+        with dm.use_parallel_state("b"):
+            task = asyncio.create_task(call())
+        return await task
+
+    with dm.use_parallel_state("b"):
+        context = contextvars.copy_context()
+    attempts = {
+        "to_thread": lambda *call: asyncio.run(awaited(*call)),
+        "task after the block": lambda *call: asyncio.run(task_after_the_block(*call)),
+        "copied context": context.run,
+        "copied context in a thread": lambda *call: in_thread(context.run, *call),
+    }
+    for attempt in attempts.values():
+        for call in ((read, 1.0), (lifted, X), (dm.get_parallel_state,), (dm.scope_name,)):
+            try:
+                found = attempt(*call)
+            except ScopeError as error:
+                found = error
+            assert isinstance(found, ScopeError)
+            assert "ambient state here is 'b'" in str(found)
+            assert "dm.bind" in str(found)
+    assert float(read(1.0)) == 2.0
+    assert plain([lifted(X)])[0] == SUMS["a"]
+    with dm.use_parallel_state("b"):
+        assert float(read(1.0)) == 4.0
+        bound = dm.bind(read)
+    assert float(context.run(bound, 1.0)) == 4.0
+    assert float(in_thread(context.run, bound, 1.0)) == 4.0
+
+
+@in_jax()
+def test_blocks_held_across_awaits_leave_jax_as_it_was():
+    import asyncio
+
+    import jax
+
+    two_meshes()
+    read = jax.jit(lambda x: x * dm.get_parallel_state().size("sp"))
+
+    async def held(name, steps):
+        with dm.use_parallel_state(name):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+    async def main():
+        await asyncio.gather(held("a", 1), held("b", 4), held("a", 2))
+        return float(read(1.0))
+
+    assert asyncio.run(main()) == 2.0
+    assert jax.sharding.get_mesh().empty
+    with dm.use_parallel_state("b"):
+        assert float(read(1.0)) == 4.0
+    assert float(read(1.0)) == 2.0
 
 
 @in_jax()
