@@ -32,7 +32,6 @@ def hand_written(backend: str, state: dm.ParallelState) -> type:
     """Return a slots class that sets the same storages as a scope on this backend: the floor of a scope."""
     if backend == "jax":
         return _jax_floor(state)
-    mirrored = backend == "torch"
 
     class Floor:
         __slots__ = ("_saved", "_token", "_value")
@@ -42,13 +41,11 @@ def hand_written(backend: str, state: dm.ParallelState) -> type:
 
         def __enter__(self) -> None:
             self._token = _variable.set(self._value)
-            if mirrored:
-                self._saved = _local.value
-                _local.value = self._value
+            self._saved = _local.value
+            _local.value = self._value
 
         def __exit__(self, *exc: object) -> None:
-            if mirrored:
-                _local.value = self._saved
+            _local.value = self._saved
             _variable.reset(self._token)
 
     return Floor
@@ -61,7 +58,7 @@ def _jax_floor(state: dm.ParallelState) -> type:
     mesh = state.mesh
 
     class Floor:
-        __slots__ = ("_mesh", "_token", "_user", "_value")
+        __slots__ = ("_mesh", "_saved", "_token", "_user", "_value")
 
         def __init__(self, value: object) -> None:
             self._value = value
@@ -72,8 +69,11 @@ def _jax_floor(state: dm.ParallelState) -> type:
             self._mesh = jax.set_mesh(mesh)
             self._mesh.__enter__()
             self._token = _variable.set(self._value)
+            self._saved = _local.value
+            _local.value = self._value
 
         def __exit__(self, *exc: object) -> None:
+            _local.value = self._saved
             _variable.reset(self._token)
             self._mesh.__exit__(*exc)
             self._user.__exit__(*exc)
