@@ -19,6 +19,7 @@ from dualmesh.programs import remat, shard_map, value_and_grad
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import strict
 from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
+from dualmesh.scoped import scoped
 from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
@@ -57,6 +58,7 @@ __all__ = [
     "presets",
     "remat",
     "scope_name",
+    "scoped",
     "seed_for",
     "sequence",
     "session",

@@ -6,7 +6,7 @@ What a backend does to arrays is in `verbs`; how backends are found and chosen i
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dualmesh.errors import BackendError
 from dualmesh.fabric import Fabric
@@ -64,6 +64,13 @@ class Backend(ABC):
     @abstractmethod
     def release(self, states: Sequence[ParallelState]) -> None:
         """Let go of what only these states hold. *Local.*"""
+
+    def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
+        """Return a module of this framework whose calls run in a state, or None for any other object. *Local.*
+
+        The same object where it can be; the name is looked up at each call. See `dualmesh.scoped`.
+        """
+        return None
 
     def fabric(self) -> Fabric:
         """Return what makes the meshes and groups of a `DistributedState`. *Local.*

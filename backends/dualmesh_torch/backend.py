@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.state import ParallelState, StatePlan, World
-from dualmesh_torch import private
+from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on
 from dualmesh_torch.groups import GroupPool, check_options
 from dualmesh_torch.scope import carry_to_workers
@@ -100,6 +100,9 @@ class TorchBackend(Backend):
         finally:
             pool.release(self)
         return list(states)
+
+    def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
+        return modules.scoped(target, name_or_state) if isinstance(target, torch.nn.Module) else None
 
     def release(self, states: Sequence[ParallelState]) -> None:
         for state in states:
