@@ -27,6 +27,8 @@ from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DualmeshError",
     "GroupSpec",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "dualmesh.backends"
+OWN = "dualmesh-topology"
 VARIABLE = "DUALMESH_BACKEND"
 _COMMUNICATION = ("nccl", "gloo", "mpi", "ucc", "xccl", "hccl", "rccl", "fake")
 
@@ -50,9 +51,7 @@ def load(name: str) -> Backend:
         try:
             factory = point.load()
         except (ImportError, AttributeError) as error:
-            raise BackendImportError(
-                f"Backend {name!r} could not be imported: {error}. Install dualmesh-topology[{name}].", backend=name
-            ) from error
+            raise _unimportable(name, point, error) from (None if _is_absent(name, error) else error)
         if not (isinstance(factory, type) and issubclass(factory, Backend)):
             raise BackendError(
                 f"Backend {name!r}: its entry point {point.value} is {factory!r}. It must name a subclass of "
@@ -89,6 +88,18 @@ def choose(name: str | None, session_backends: list[str]) -> Backend:
         f"installed: {listed(installed)}). Pass backend='torch' or 'jax', or set {VARIABLE}.",
         candidates=tuple(installed),
     )
+
+
+def _is_absent(name: str, error: BaseException) -> bool:
+    """Tell whether the framework itself is missing, rather than broken."""
+    return isinstance(error, ModuleNotFoundError) and error.name == name
+
+
+def _unimportable(name: str, point: "EntryPoint", error: BaseException) -> BackendImportError:
+    package = point.dist.name if point.dist is not None else point.module
+    cure = f"pip install '{package}[{name}]'" if package == OWN else f"See the package {package!r}, which ships it"
+    found = f"{name} is not installed" if _is_absent(name, error) else f"{type(error).__name__}: {error}"
+    return BackendImportError(f"Backend {name!r} could not be imported: {found}. {cure}.", backend=name)
 
 
 def _unknown(name: str) -> BackendError:

@@ -8,12 +8,12 @@ A mesh is a list of digits of the rank, one per mesh dim. DTensor splits a tenso
 lie outside it: their sizes multiply to its split factor, and a split factor of 1 is a plain shard.
 """
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dualmesh.errors import ShardingError, StateWarning, counted, listed
+from dualmesh.cautions import caution
+from dualmesh.errors import ShardingError, counted, listed
 from dualmesh.layout import Digit, Layout, refinement
 from dualmesh.partition_spec import P, check_axes, named_axes, named_set, split_axes
 from dualmesh.topology import Topology
@@ -140,11 +140,9 @@ def array_mesh(topology: Topology, specs: Iterable[P]) -> tuple[Digit, ...]:
         )
     if len(mesh) > QUIET_DIMS:
         sizes = "x".join(str(digit.size) for digit in mesh)
-        warnings.warn(
+        caution(
             f"The array mesh of {listed(specs)} has {len(mesh)} dims ({sizes}). The first DTensor operation of each "
-            f"kind takes about 0.1 s on 3 dims, 1 s on 4, 6 s on 5, a minute on 6. Split by fewer separate axes.",
-            StateWarning,
-            stacklevel=2,
+            f"kind takes about 0.1 s on 3 dims, 1 s on 4, 6 s on 5, a minute on 6. Split by fewer separate axes."
         )
     return mesh or (Digit(1, 1),)
 

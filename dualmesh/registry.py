@@ -5,9 +5,9 @@ Which state is ambient is in `scope`; building states is in `initialization`.
 
 import os
 import threading
-import warnings
 
-from dualmesh.errors import StateWarning, TakenNameError, UnknownStateError, did_you_mean, listed
+from dualmesh.cautions import caution
+from dualmesh.errors import TakenNameError, UnknownStateError, did_you_mean, listed
 from dualmesh.state import ParallelState, StatePlan
 
 STRICT_VARIABLE = "DUALMESH_STRICT"
@@ -71,18 +71,16 @@ class Registry:
             return None
         if state.plan == plan:
             message = f"Parallel state {name!r} is already registered; it is returned as it is."
-            warnings.warn(message, StateWarning, stacklevel=4)
+            caution(message)
             return state
         message = f"Parallel state {name!r} is already registered as {_described(state.plan)}; asked for now: "
         message += f"{_described(plan)}."
         if self.strict:
             cure = "Use another name, or clear_parallel_state() first."
             raise TakenNameError(f"{message} {cure}", name=name, found=state.plan, asked=plan)
-        warnings.warn(
+        caution(
             f"{message} The registered state is returned and the new settings are ignored. Use another name, or make "
-            f"this an error with dm.strict(True).",
-            StateWarning,
-            stacklevel=4,
+            f"this an error with dm.strict(True)."
         )
         return state
 

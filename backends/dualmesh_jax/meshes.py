@@ -4,9 +4,7 @@ The integers behind it are in `dualmesh.refined`; when a mesh becomes JAX's ambi
 `programs`.
 """
 
-import inspect
 import itertools
-import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -16,7 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, use_abstract_mesh
 
-from dualmesh.errors import StateWarning, listed
+from dualmesh.cautions import caution
+from dualmesh.errors import listed
 from dualmesh.layout import Layout
 from dualmesh.refined import Refinement
 from dualmesh.topology import Topology
@@ -114,21 +113,13 @@ class MeshBook:
         if refusals:
             mesh, reason, cure = refusals[0]
             text = OWN_MESH.format(asked=topology, others=listed(map(repr, mesh.topologies)), reason=reason, cure=cure)
-            warnings.warn(text, StateWarning, stacklevel=_frames_of_dualmesh())
+            caution(text)
         return own
 
     def keep_only(self, used: set[int]) -> None:
         """Forget the meshes whose serial is not among `used`. *Local.*"""
         kept = {order: [mesh for mesh in known if mesh.serial in used] for order, known in self._by_order.items()}
         self._by_order = {order: known for order, known in kept.items() if known}
-
-
-def _frames_of_dualmesh() -> int:
-    """Count the frames between the caller's code and the function that asks."""
-    frame, count = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("dualmesh", "dualmesh_jax"):
-        frame, count = frame.f_back, count + 1
-    return count
 
 
 def mesh_of(devices: Sequence[jax.Device], shape: Sequence[int], names: Sequence[str]) -> Mesh:

@@ -3,7 +3,6 @@
 Which ranks an axis joins is planned in the core; what lies on the meshes is in `arrays`.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from dualmesh import placements
-from dualmesh.errors import ShardingError, StateWarning, listed
+from dualmesh.cautions import caution
+from dualmesh.errors import ShardingError, listed
 from dualmesh.lanes import expanded
 from dualmesh.layout import Digit, Layout
 from dualmesh.partition_spec import P, check_axes
@@ -184,9 +184,7 @@ class Meshes:
         if not axes:
             return self.cut((topology.base_axes[0],)), (Digit(1, 1),)
         if len(axes) > placements.QUIET_DIMS:
-            warnings.warn(
-                WIDE.format(label=state.label, count=len(axes), names=listed(axes)), StateWarning, stacklevel=2
-            )
+            caution(WIDE.format(label=state.label, count=len(axes), names=listed(axes)))
         layouts = [topology.layout(name) for name in axes]
         digits = tuple(digit for layout in layouts for digit in layout.digits)
         if len(digits) == len(axes):

@@ -47,8 +47,9 @@ def test_taken_name_warns_and_returns_the_first_state(world):
     base = dm.init_parallel_state(dp_size=8)
     with pytest.warns(StateWarning, match=r"'base' is already registered as .*dp_shard=8.*; asked for now: .*tp=8"):
         assert dm.init_parallel_state(tp_size=8) is base
-    with pytest.warns(StateWarning, match="'base' is already registered; it is returned as it is"):
+    with pytest.warns(StateWarning, match="'base' is already registered; it is returned as it is") as caught:
         assert dm.init_parallel_state(dp_size=8) is base
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_strict_refuses_a_taken_name_with_other_sizes_only(world):

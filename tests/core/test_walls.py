@@ -76,3 +76,18 @@ import dualmesh_torch, dualmesh_jax
 print(settings() == before)
 """
     assert fresh(code) == "True"
+
+
+def test_a_missing_framework_is_named_with_the_cure_and_no_chain_of_tracebacks():
+    code = """
+import sys
+sys.modules["jax"] = None
+import dualmesh as dm
+from dualmesh.errors import BackendImportError
+try:
+    dm.init_distributed("jax")
+except BackendImportError as error:
+    print(error, error.__cause__, error.__suppress_context__)
+"""
+    found = "Backend 'jax' could not be imported: jax is not installed. pip install 'dualmesh-topology[jax]'. None True"
+    assert fresh(code) == found
