@@ -18,8 +18,8 @@ class Case:
     settings: tuple[tuple[str, Any], ...]
     shape: tuple[int, ...]
     dtype: str = "float64"
-    is_transposed: bool = field(default=False, kw_only=True)
-    """The op gets a view with its dims reversed, which is not contiguous."""
+    memory: str = field(default="contiguous", kw_only=True)
+    """How the block that the op gets lies in memory: contiguous, transposed, strided, expanded."""
 
     @property
     def has_gradient(self) -> bool:
@@ -28,12 +28,20 @@ class Case:
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings)
-        view = " of a transposed view" if self.is_transposed else ""
-        return f"{self.verb}({self.axis!r}, {settings}) of {self.dtype}{self.shape}{view}"
+        return f"{self.verb}({self.axis!r}, {settings}) of {self.memory} {self.dtype}{self.shape}"
 
     def blocks(self, world: int) -> np.ndarray:
         """Blocks of all ranks, (world, *shape): every element and every rank differs."""
-        return _values(crc32(str(self).encode()), (world, *self.shape), self.dtype)
+        values = _values(crc32(str(self).encode()), (world, *self.shape), self.dtype)
+        return np.broadcast_to(values[:, :1], values.shape) if self.memory == "expanded" else values
+
+    def gradient(self, blocks: np.ndarray) -> np.ndarray:
+        """The gradient of what was laid out in memory, from that of what the op got."""
+        if self.memory != "expanded":
+            return blocks
+        gradient = np.zeros_like(blocks)
+        gradient[:, 0] = blocks.sum(1)
+        return gradient
 
 
 def cotangent(case: Case, shape: tuple[int, ...]) -> np.ndarray:
@@ -59,9 +67,11 @@ def axes_of(world: int) -> list[Any]:
     return [*TOPOLOGIES[world], *COMBINED.get(world, ()), *view["axes"], *tuples.get(world, ()), "world"]
 
 
-def case(verb: str, axis: Any, shape: tuple[int, ...], dtype: str = "float64", *, view: bool = False, **k: Any) -> Case:
+def case(
+    verb: str, axis: Any, shape: tuple[int, ...], dtype: str = "float64", *, memory: str = "contiguous", **k: Any
+) -> Case:
     """Write down a case."""
-    return Case(verb, axis, tuple(k.items()), shape, dtype, is_transposed=view)
+    return Case(verb, axis, tuple(k.items()), shape, dtype, memory=memory)
 
 
 def grid(world: int) -> list[Case]:
@@ -85,9 +95,11 @@ def _over(axis: Any, n: int) -> list[Case]:
     cases += [case("permute", axis, (2, 3), pairs=pairs) for pairs in (backwards, ((0, n - 1),), ())]
     cases += [case("take_block", axis, shape, dim=dim) for dim in (0, -2)]
     cases += [case("axis_index", axis, (2,))]
-    turned = [("all_gather", {"dim": 0}), ("all_to_all", {"split_dim": 2, "concat_dim": 0}), ("broadcast", {"src": 0})]
-    turned += [("reduce_scatter", {"dim": 1}), ("all_reduce", {"op": "sum"}), ("shift", {"offset": 1})]
-    return cases + [case(verb, axis, shape, view=True, **settings) for verb, settings in turned]
+    laid = [("all_gather", {"dim": 0}), ("all_to_all", {"split_dim": 2, "concat_dim": 0}), ("broadcast", {"src": 0})]
+    laid += [("reduce_scatter", {"dim": 1}), ("all_reduce", {"op": "sum"}), ("shift", {"offset": 1})]
+    laid += [("take_block", {"dim": 1}), ("permute", {"pairs": ((0, n - 1),)})]
+    kinds = ("transposed", "strided", "expanded")
+    return cases + [case(verb, axis, shape, memory=kind, **settings) for verb, settings in laid for kind in kinds]
 
 
 DTYPES = (

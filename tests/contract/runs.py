@@ -18,9 +18,13 @@ def opened(world):
 
 def applied(case, x):
     """Call the collective of a case on a block."""
-    if case.is_transposed:
-        xp = array_api_compat.array_namespace(x)
+    xp = array_api_compat.array_namespace(x)
+    if case.memory == "transposed":
         x = xp.permute_dims(xp.permute_dims(x, (2, 1, 0)) + 0, (2, 1, 0))
+    elif case.memory == "strided":
+        x = xp.repeat(x, 2, axis=2)[:, :, ::2]
+    elif case.memory == "expanded":
+        x = xp.broadcast_to(x[:1], x.shape)
     if case.verb == "axis_index":
         return x * 0 + dm.ops.axis_index(case.axis)
     return getattr(dm.ops, case.verb)(x, case.axis, **dict(case.settings))
