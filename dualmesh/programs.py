@@ -8,9 +8,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dualmesh.errors import ArgumentError
+from dualmesh.cautions import caution
+from dualmesh.errors import ArgumentError, listed
+from dualmesh.partition_spec import P
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
+
+FORGOTTEN = (
+    "shard_map in_specs: an argument of shape {shape} is split over {axes}, which {spec!r} leaves out, so each call "
+    "gathers it and every rank gets all of it. Name the axis in the spec; where it is meant, lay the argument out with "
+    "dm.constrain first."
+)
+
+
+def warn_of_forgotten(spec: P, shape: Sequence[int], axes: Sequence[str]) -> None:
+    """Warn that a spec leaves out axes over which its argument is split. *Local.*"""
+    caution(FORGOTTEN.format(shape=tuple(shape), axes=listed(axes), spec=spec))
 
 
 class ShardMapped:
@@ -42,7 +55,9 @@ def shard_map(
 ) -> ShardMapped:
     """Lift a function of per-rank blocks to global arrays; value and gradient are those of the global function.
 
-    *Collective over the state when called.* Everything that needs a gradient must be an argument.
+    *Collective over the state when called.* Everything that needs a gradient must be an argument. Warns of an argument
+    that is split over an axis which its spec leaves out, where that can be seen (on JAX: in the first call, outside
+    `jit`).
 
     Args:
         fn: Called with one block per argument; runs inside the scope that is ambient at the call.

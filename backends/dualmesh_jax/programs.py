@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import get_abstract_mesh
+from jax.sharding import NamedSharding, get_abstract_mesh
 
 from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
+from dualmesh.programs import warn_of_forgotten
 from dualmesh.scope import current_scope
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
@@ -148,11 +149,18 @@ class Lifted:
         # inline: under an outer jit nothing but the shard_map itself appears. Eagerly it would leave JAX nothing to
         # keep between two gradients, and each would run operation by operation.
         self._inlined = jax.jit(self._traced, inline=True)
+        self._was_called = False
 
     def __call__(self, *args: Any) -> Any:
         current_scope()  # refuses where the thread is in another scope, for which the results would be kept
         if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
+        if not self._was_called:
+            self._was_called = True
+            forgotten: list[tuple[P, Any, list[str]]] = []
+            mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
+            for one in forgotten:
+                warn_of_forgotten(*one)
         with ambient_mesh(self._state.shared):
             try:
                 results = (self._inlined if is_staging() else self._compiled)(*args)
@@ -199,6 +207,21 @@ class Lifted:
         if not isinstance(x, np.ndarray | np.generic):
             return x
         return jax.device_put(x, self._fitted("shard_map", x, spec))
+
+    def _note_forgotten(self, forgotten: list[tuple[P, Any, list[str]]]) -> Callable[[P, Any], None]:
+        """Return what notes each argument that is split over axes which its spec leaves out."""
+
+        def note(spec: P, x: Any) -> None:
+            sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or sharding.mesh != self._state.shared.mesh:
+                return
+            split = {name for entry in sharding.spec for name in ([entry] if isinstance(entry, str) else entry or ())}
+            gone = split - set(self._state.axes(spec.axes))
+            axes = [axis for axis in self._state.topology.base_axes if gone & set(self._state.axes(axis))]
+            if axes:
+                forgotten.append((spec, x.shape, axes))
+
+        return note
 
     def _check_fits(self, spec: P, x: Any) -> None:
         self._fitted("shard_map", x, spec)

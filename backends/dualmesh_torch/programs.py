@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
 from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
+from dualmesh.programs import warn_of_forgotten
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
@@ -112,6 +113,8 @@ class TorchPrograms(Programs):
     def _block(self, x: Any, spec: P) -> torch.Tensor:
         """Return this rank's block."""
         laid_out = self._arrays.placed("shard_map", x, spec)
+        if isinstance(x, DTensor) and x.placements != laid_out.placements and x.device_mesh == laid_out.device_mesh:
+            self._warn_of_forgotten(x, spec, laid_out.placements)
         block: torch.Tensor = laid_out.to_local(grad_placements=laid_out.placements)
         return block
 
@@ -141,6 +144,12 @@ class TorchPrograms(Programs):
         dim_layouts(state.topology, spec, shape, what="shard_map result")
         mesh, placements = state.sharding(spec)
         return assembled(block.contiguous(), mesh, placements, shape, _parts(placements))
+
+    def _warn_of_forgotten(self, x: DTensor, spec: P, wanted: Sequence[Placement]) -> None:
+        pairs = zip(x.device_mesh.mesh_dim_names or (), x.placements, wanted, strict=False)
+        gone = [name for name, has, wants in pairs if isinstance(wants, Replicate) and has.is_shard()]
+        if gone:
+            warn_of_forgotten(spec, x.shape, gone)
 
     def _others(self, spec: P) -> tuple[str, ...]:
         """Return the axes over which arrays of a spec are equal: base axes of size > 1, or a view's beside them."""

@@ -194,3 +194,22 @@ def run_two_states(x):
 
     out = dm.shard_map(each, P(("a", "b")), P(("a", "b")))(dm.distribute(x, P(("a", "b"))))
     return numpy_tree(out)
+
+
+def run_forgotten():
+    """Return what is warned of when specs leave out axes of their arguments, and the value."""
+    import warnings
+
+    from dualmesh.errors import StateWarning
+
+    opened(4)
+    x = dm.distribute(np.arange(16.0).reshape(4, 4), P("a", "b"))
+    found = []
+    for spec in (P("a", "b"), P("b", "a"), P(None, "b"), P(), P(("b", "a"))):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            total = dm.shard_map(lambda x: x + 0, spec, spec)(x)
+        files = {warning.filename == __file__ for warning in caught if warning.category is StateWarning}
+        messages = [str(warning.message) for warning in caught if warning.category is StateWarning]
+        found.append((repr(spec), messages, files, dm.to_numpy(total)))
+    return found

@@ -115,3 +115,14 @@ def test_two_states_over_the_same_ranks_meet_in_one_lifted_function(backend):
     x = np.arange(4.0)
     found = agreed(run(backend, lifted.run_two_states, x, world_size=4))
     assert_close((np.array([0, 1, 0, 1, 2, 3, 2, 3.0]), np.roll(x, 1), np.full(4, 2.0), np.full(4, 9.0)), found)
+
+
+@pytest.mark.parametrize("backend", DIFFERENTIABLE)
+def test_a_spec_that_leaves_out_an_axis_of_its_argument_is_warned_of_where_it_is_called(backend):
+    for spec, messages, files, value in agreed(run(backend, lifted.run_forgotten, world_size=4)):
+        np.testing.assert_array_equal(value, np.arange(16.0).reshape(4, 4))
+        gone = {repr(P(None, "b")): "a", repr(P()): "a, b"}.get(spec)
+        assert len(messages) == (gone is not None)
+        if gone is not None:
+            assert f"an argument of shape (4, 4) is split over {gone}, which {spec} leaves out" in messages[0]
+            assert files == {True}
