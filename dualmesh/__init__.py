@@ -11,6 +11,7 @@ from dualmesh import sequence as sequence
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
 from dualmesh.errors import DualmeshError, StaleStateError
 from dualmesh.group_topology import GroupSpec, GroupTopology
+from dualmesh.groups_in_use import GroupInUse, groups_in_use
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
 from dualmesh.loss import global_norm, sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DualmeshError",
+    "GroupInUse",
     "GroupSpec",
     "GroupTopology",
     "P",
@@ -49,6 +51,7 @@ __all__ = [
     "get_parallel_state",
     "get_parallel_state_by_name",
     "global_norm",
+    "groups_in_use",
     "host",
     "importers",
     "init_distributed",

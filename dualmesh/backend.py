@@ -6,11 +6,14 @@ What a backend does to arrays is in `verbs`; how backends are found and chosen i
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dualmesh.errors import BackendError
 from dualmesh.fabric import Fabric
 from dualmesh.state import ParallelState, StatePlan, World
+
+if TYPE_CHECKING:
+    from dualmesh.groups_in_use import GroupInUse  # asks all backends, so it needs this module
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Backend(ABC):
         The same object where it can be; the name is looked up at each call. See `dualmesh.scoped`.
         """
         return None
+
+    def groups_in_use(self) -> "tuple[GroupInUse, ...]":
+        """Return the process groups that the backend holds in this process. *Local.* See `dualmesh.groups_in_use`."""
+        return ()
 
     def fabric(self) -> Fabric:
         """Return what makes the meshes and groups of a `DistributedState`. *Local.*

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dualmesh import scope
 from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import registry
@@ -70,7 +71,7 @@ def init_parallel_state(
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.
         ranks: The session ranks of the state in grid order, when it is not over all of them.
         own_groups: Give the state communicators of its own.
-        group_options: Options of its process groups.
+        group_options: Options of all its process groups: "timeout_s" and "is_high_priority".
 
     Raises:
         SpecError: The sizes do not fit; nothing was created.
@@ -155,6 +156,7 @@ def init_parallel_states(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
             dp_mode=dp_mode,
         )
+    options = checked_options(group_options)
     with registry.lock, session_for(backend) as current:
         places = _places(ranks, current)
         plans = {
@@ -166,7 +168,7 @@ def init_parallel_states(
                 dp_mode=dp_mode,
                 async_enabled=bool(async_enabled),
                 own_groups=bool(own_groups),
-                group_options=tuple(sorted((group_options or {}).items())),
+                group_options=options,
             )
             for name in sorted(wanted)
         }

@@ -19,6 +19,7 @@ from dualmesh.errors import (
     did_you_mean,
     listed,
 )
+from dualmesh.group_options import GroupOptions, checked_timeout
 from dualmesh.partition_spec import P
 from dualmesh.seed_attributes import SeedAttributes
 from dualmesh.spec import TopologySpec
@@ -51,7 +52,7 @@ class StatePlan:
     dp_mode: str = "fsdp2"
     async_enabled: bool = False
     own_groups: bool = False
-    group_options: tuple[tuple[str, Any], ...] = ()
+    group_options: GroupOptions = ()
 
 
 class AxisTable(dict[Axis, Any]):
@@ -271,6 +272,27 @@ class ParallelState(SeedAttributes, ABC):
     def sharding(self, spec: P) -> Any:
         """Return the native sharding of a spec (NamedSharding; (DeviceMesh, placements)). Local."""
 
+    def warm_up(self, *axes: Axis) -> None:
+        """Make every communicator of the state work once, before memory is full. *Collective over the state's ranks.*
+
+        Where the framework makes communicators itself (JAX, sim) there is nothing to do.
+
+        Args:
+            axes: Axes whose collectives compiled code will use: their groups are made too, which else their first
+                collective makes. Names, or tuples of names.
+        """
+        for axis in axes:
+            self.group_sizes(axis)
+        self.require_ready("warm_up")
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Set how long collectives on the state's groups wait, from here on. *Collective over the state's ranks.*
+
+        States that share a group share its timeout. Where the framework has no timeouts (JAX, sim) nothing changes.
+        """
+        checked_timeout("set_timeout", timeout_s)
+        self.require_ready("set_timeout")
+
     @abstractmethod
     def _group_for(self, axis: Axis) -> Any:
         """Make or find the native group of an axis; called once per axis."""
@@ -290,7 +312,7 @@ class ParallelState(SeedAttributes, ABC):
         """
         if self.is_live:
             return
-        what = "was cleared" if self._released else f"lost its world: the {self.backend} session it was built in ended"
+        what = "was cleared" if self._released else self._ended_words
         raise StaleStateError(
             f"{where}: {self.label} {what}. Initialize the state again and ask for it by name.",
             state=self,
@@ -301,6 +323,10 @@ class ParallelState(SeedAttributes, ABC):
         self.require_live(where)
         if not self.is_member:
             raise self._not_member(where)
+
+    @property
+    def _ended_words(self) -> str:
+        return f"lost its world: the {self.backend} session it was built in ended"
 
     def release(self) -> None:
         """Let go of groups and meshes; from here on the state only answers sizes and ranks. *Local.*"""

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
+from dualmesh.groups_in_use import GroupInUse
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on
-from dualmesh_torch.groups import GroupPool, check_options
+from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
 
@@ -109,6 +110,15 @@ class TorchBackend(Backend):
             if isinstance(state, TorchState):
                 state.return_groups()
 
+    def groups_in_use(self) -> tuple[GroupInUse, ...]:
+        return tuple(
+            GroupInUse(
+                *(key.ranks, key.lane, key.backend, key.device_type, key.options, group.group_name),
+                states=tuple(name for user in users if isinstance(user, TorchState) for name in user.names),
+            )
+            for key, group, users in (self.pool.in_use() if self.pool is not None else ())
+        )
+
     def _adopt(self, group: dist.ProcessGroup) -> None:
         if self._world is not None:
             private.forget_plans()
@@ -151,7 +161,6 @@ def _session_number(group: dist.ProcessGroup) -> str:
 
 
 def _check(plan: StatePlan) -> None:
-    check_options(plan.group_options)
     try:
         device = torch.device(plan.device_type)
     except RuntimeError as error:

@@ -5,30 +5,28 @@ Which groups a rank needs is planned in `dualmesh.lanes`; what states do with th
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dualmesh.errors import ArgumentError, GroupTimeoutError, listed
-from dualmesh.lanes import Membership
+from dualmesh.errors import GroupTimeoutError, listed
+from dualmesh.group_options import GroupOptions
+from dualmesh.lanes import Lane, Membership
 from dualmesh_torch import private
 
 Group = dist.ProcessGroup
-Options = tuple[tuple[str, Any], ...]
-
-OPTIONS = ("timeout_s", "is_high_priority")
 
 
 class Key(NamedTuple):
     """What makes two groups the same group."""
 
     ranks: tuple[int, ...]
-    lane: str
+    lane: Lane
     backend: str
     device_type: str
-    options: Options = ()
+    options: GroupOptions = ()
     owner: int = 0
     """0: shared. Else the number of the state that has groups of its own."""
 
@@ -45,7 +43,7 @@ class GroupPool:
         self.is_real = "fake" not in device_backends.values()
         """False under torch's fake backend, whose store has no operations."""
         self._groups: dict[Key, Group] = {}
-        self._users: dict[Key, set[int]] = {}
+        self._users: dict[Key, dict[int, object]] = {}
         self._generations: dict[Key, int] = {}
         self._owners = 0
         self._lock = threading.RLock()
@@ -57,12 +55,17 @@ class GroupPool:
         """Return what is in use. *Local.*"""
         return tuple(self._groups)
 
+    def in_use(self) -> Iterator[tuple[Key, Group, list[object]]]:
+        """Return the groups and the states that use each. *Local.*"""
+        with self._lock:
+            return iter([(key, group, list(self._users.get(key, {}).values())) for key, group in self._groups.items()])
+
     def new_owner(self) -> int:
         """Return a number for a state that wants groups of its own; the same on all ranks of the state. *Local.*"""
         self._owners += 1
         return self._owners
 
-    def key(self, membership: Membership, device_type: str, options: Options = (), owner: int = 0) -> Key:
+    def key(self, membership: Membership, device_type: str, options: GroupOptions = (), owner: int = 0) -> Key:
         """Return the key of a group. *Pure.*"""
         backend = self.device_backends.get(device_type) or dist.get_default_backend_for_device(device_type)
         return Key(*membership, backend, device_type, options, owner)
@@ -80,7 +83,7 @@ class GroupPool:
             try:
                 for key in sorted(set(keys)):
                     found[key] = self._groups.get(key) or self._made(key)
-                    self._users.setdefault(key, set()).add(id(user))
+                    self._users.setdefault(key, {})[id(user)] = user
             except BaseException:
                 self.release(user, found)
                 raise
@@ -108,16 +111,25 @@ class GroupPool:
     def release(self, user: object, keys: Iterable[Key] | None = None) -> None:
         """Let go of groups (None: of all); those without another user are destroyed. *Local.*"""
         with self._lock:
+            ended = []
             for key in list(self._groups if keys is None else keys):
-                users = self._users.get(key, set())
-                users.discard(id(user))
+                users = self._users.get(key, {})
+                users.pop(id(user), None)
                 if not users:
                     self._users.pop(key, None)
-                    self._end(self._groups.pop(key, None))
+                    ended.append(self._groups.pop(key, None))
+            self._end([group for group in ended if group is not None and group is not self.default])
 
-    def _end(self, group: Group | None) -> None:
-        if group is not None and group is not self.default and dist.group.WORLD is self.default:
-            dist.destroy_process_group(group)
+    def forget(self) -> None:
+        """Drop all groups without ending them: they are another process'. *Local.*"""
+        self._groups, self._users = {}, {}
+        self._lock = threading.RLock()  # the old one may be held by a thread that is not here
+
+    def _end(self, groups: Sequence[Group]) -> None:
+        if groups and dist.group.WORLD is self.default:
+            for group in groups:
+                dist.destroy_process_group(group)
+            private.forget_plans()
 
     def _made(self, key: Key) -> Group:
         group = self.default if self._is_default(key) else self._created(key)
@@ -157,15 +169,6 @@ def _unmade(key: Key, rank: int, error: Exception) -> GroupTimeoutError:
         f"one of these ranks must build the same states, in the same order.",
         ranks=key.ranks,
     )
-
-
-def check_options(options: Options) -> None:
-    """Refuse options of process groups that are not known. *Pure.*"""
-    for name, value in options:
-        if name not in OPTIONS:
-            raise ArgumentError(f"group_options: {name!r} is unknown. Options: {listed(OPTIONS)}.", option=name)
-        if name == "timeout_s" and not (isinstance(value, int | float) and value > 0):
-            raise ArgumentError(f"group_options: timeout_s={value!r} is no time. Give seconds above 0.", option=name)
 
 
 def _native(key: Key, settings: dict[str, Any]) -> Any:

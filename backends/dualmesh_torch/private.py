@@ -3,6 +3,9 @@
 Nothing else in the backend touches a name that starts with an underscore.
 """
 
+import functools
+import inspect
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,8 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import debug
+
+from dualmesh.errors import BackendError
 
 Group = dist.ProcessGroup
+_REMEMBERING = type(functools.cache(len))
 
 FUNCTIONAL: Any = torch.ops._c10d_functional  # noqa: SLF001
 """Collectives that torch.compile traces. Their Python face (torch.distributed._functional_collectives) wraps results
@@ -93,16 +100,37 @@ def timeout_of(group: Group, device_type: str) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
-def forget_plans() -> None:
-    """Drop what DTensor remembers of groups that died with their world.
+def set_timeout(group: Group, timeout: timedelta) -> None:
+    """Set how long collectives of a group wait from here on. *Local.* Reason: there is no public setter.
 
-    Reason: after destroy and re-init the first DTensor operation would look for a dead group by name. Without this
-    function that remains so, and torch says it.
+    Raises:
+        BackendError: This version of torch has none at all.
     """
-    debug = getattr(torch.distributed.tensor, "debug", None)
+    change = getattr(c10d, "_set_pg_timeout", None)
+    if change is None:
+        raise BackendError("set_timeout: this version of torch cannot. Give group_options={'timeout_s': ...} at init.")
+    change(timeout, group)
+
+
+def forget_plans() -> None:
+    """Drop what DTensor remembers, in this thread, of meshes whose groups died.
+
+    Reason: its plans keep the mesh that they were made for. The first operation on an equal mesh with new groups would
+    look for a dead group by name, and the dead groups' threads and sockets would stay. Without these functions that
+    remains so, and torch says it.
+    """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
         clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            classes = [kind for kind in vars(module).values() if inspect.isclass(kind) and kind.__module__ == name]
+            for owner in (module, *classes):
+                for kept in [getattr(owner, attribute, None) for attribute in vars(owner)]:
+                    if isinstance(kept, _REMEMBERING):
+                        kept.cache_clear()
+    planners = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {})
+    planners.clear()
 
 
 def strided_shard(dim: int, split_factor: int) -> Any | None:

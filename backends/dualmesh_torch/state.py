@@ -4,6 +4,7 @@ Device meshes are in `meshes`, the pool in `groups`.
 """
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor, Placement
 
 from dualmesh import lanes
 from dualmesh.errors import ShardingError
+from dualmesh.group_options import checked_timeout
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
 from dualmesh.state import AxisTable, ParallelState, StatePlan, World
 from dualmesh.topology import Axis
+from dualmesh_torch import private
 from dualmesh_torch.arrays import TorchArrays
 from dualmesh_torch.collectives import TorchCollectives
 from dualmesh_torch.groups import Group, GroupPool, Key
@@ -36,9 +39,11 @@ class TorchState(ParallelState):
     def __init__(self, plan: StatePlan, world: World, pool: GroupPool) -> None:
         super().__init__(plan, world)
         self._pool = pool
-        self._default = pool.default
+        self._default: Group | None = pool.default
         self._owner = pool.new_owner() if plan.own_groups else 0
         self._held: dict[Key, Group] = {}
+        self._timeout_s: float | None = None
+        self._is_forked = False
         self._number = numbered(self)
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
@@ -103,7 +108,29 @@ class TorchState(ParallelState):
         if found is not None:
             return found
         self._held.update(self._pool.acquire([key], self))
+        if self._timeout_s is not None and self._pool.is_real:
+            private.set_timeout(self._held[key], timedelta(seconds=self._timeout_s))
         return self._held[key]
+
+    def warm_up(self, *axes: Axis) -> None:
+        super().warm_up(*axes)
+        for axis in axes:
+            if self.size(axis) > 1:
+                self.collectives.know(axis, self.party(axis))
+        for _, group in sorted(self._held.items()):  # Collective order: one that all ranks share.
+            if group.size() > 1 and self._pool.is_real:
+                dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self._timeout_s = checked_timeout("set_timeout", timeout_s)
+        if not self._pool.is_real:
+            return
+        self.host.barrier()  # a rank that still waits under the old time must not be met under a shorter one
+        if self.device_type != "cpu":
+            torch.accelerator.synchronize()
+        for group in self._held.values():
+            private.set_timeout(group, timedelta(seconds=timeout_s))
 
     def _key(self, need: lanes.Membership) -> Key:
         return self._pool.key(need, self.device_type, self.plan.group_options, self._owner)
@@ -167,6 +194,23 @@ class TorchState(ParallelState):
     def check_ready(self, where: str) -> None:
         """Refuse as the core does. *Local.*"""
         super().require_ready(where)
+
+    def forked(self) -> None:
+        """Answer sizes and ranks only: this process is a copy of the one whose groups these are. *Local.*"""
+        self._is_forked = True
+        self._default = None
+        self._groups.clear()
+        self._pool.forget()
+
+    @property
+    def is_live(self) -> bool:
+        return super().is_live and not self._is_forked
+
+    @property
+    def _ended_words(self) -> str:
+        if self._is_forked:
+            return "is another process', of which this one is a fork: its groups do not work here"
+        return super()._ended_words
 
     def return_groups(self) -> None:
         """Give the groups back to the pool. *Local.*"""
