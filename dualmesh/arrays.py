@@ -6,8 +6,10 @@ What a spec means in integers is in `partition_spec`, what the frameworks make o
 from collections.abc import Sequence
 from typing import Any
 
+from dualmesh.ambient import meant
+from dualmesh.arguments import items_of
 from dualmesh.partition_spec import P, slices_of
-from dualmesh.scope import get_parallel_state
+from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 
 
@@ -56,12 +58,14 @@ def local_slices(
     Args:
         rank: A session rank; None: this process' rank.
     """
-    owner = get_parallel_state() if state is None else state
+    where = "local_slices"
+    owner = meant(where, state)
+    shape = tuple(positive(where, "shape", size, least=0) for size in items_of(where, "shape", shape))
     session_rank = owner.own_rank() if rank is None else rank
     return slices_of(owner.topology, P.of(spec), shape, owner.grid_rank(session_rank))
 
 
 def _ready(where: str, state: ParallelState | None) -> ParallelState:
-    owner = get_parallel_state() if state is None else state
+    owner = meant(where, state)
     owner.require_ready(where)
     return owner

@@ -42,6 +42,8 @@ def load(name: str) -> Backend:
         BackendError: No backend has this name.
         BackendImportError: It does not import.
     """
+    if not isinstance(name, str):
+        raise BackendError(f"Backend {name!r} is no name. Backends: {listed(available())}.", backend=name)
     with _lock:
         if name in _loaded:
             return _loaded[name]

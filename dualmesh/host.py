@@ -5,15 +5,15 @@ Arrays travel with `ops`. None of these is differentiable, and none belongs in c
 
 from typing import Any
 
+from dualmesh.ambient import meant
 from dualmesh.ops.checks import checked_index, resolved
-from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
 
 def barrier(*, state: ParallelState | None = None) -> None:
     """Return once every process of the state is here. *Collective over the state.*"""
-    owner = get_parallel_state() if state is None else state
+    owner = meant("host.barrier", state)
     owner.require_ready("host.barrier")
     if owner.world_size > 1:
         owner.host.barrier()

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Literal
 
 from dualmesh import scope
+from dualmesh.arguments import flag_of, items_of, words_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
@@ -77,7 +78,8 @@ def init_parallel_state(
         SpecError: The sizes do not fit; nothing was created.
         ArgumentError: Another argument is not allowed.
     """
-    name = "base" if name is None else name
+    where = "init_parallel_state"
+    name = _checked_name("base" if name is None else name)
     sizes: dict[str, tuple[Any, Any]] = {
         "dp_size": (dp_size, None),
         "dp_replicate_size": (dp_replicate_size, 1),
@@ -89,18 +91,20 @@ def init_parallel_state(
         "extra_parallel_sizes": (extra_parallel_sizes, (1,)),
         "ep_size": (ep_size, None),
     }
-    if not include_sp_in_fsdp:
+    if not flag_of(where, "include_sp_in_fsdp", include_sp_in_fsdp):
         raise ArgumentError(INCLUDE_SP, include_sp_in_fsdp=include_sp_in_fsdp)
-    if len(extra_parallel_placement_innermost) not in (1, len(extra_parallel_names)):
+    names = words_of(where, "extra_parallel_names", extra_parallel_names)
+    flags = items_of(where, "extra_parallel_placement_innermost", extra_parallel_placement_innermost)
+    if len(flags) not in (1, len(names)):
         raise ArgumentError(
-            f"init_parallel_state: extra_parallel_placement_innermost={tuple(extra_parallel_placement_innermost)!r} "
-            f"for the extra parallels {tuple(extra_parallel_names)!r}. Give one per name, or leave it out.",
+            f"{where}: extra_parallel_placement_innermost={flags!r} for the extra parallels {names!r}. Give one per "
+            f"name, or leave it out.",
             extra_parallel_placement_innermost=extra_parallel_placement_innermost,
         )
     if spec is None:
         spec = parallel_spec(
             **{key: value for key, (value, _) in sizes.items()},
-            extra_parallel_names=extra_parallel_names,
+            extra_parallel_names=names,
             extra_parallel_outermost=extra_parallel_outermost,
             ep_over=ep_over,
         )
@@ -151,7 +155,8 @@ def init_parallel_states(
     4
     """
     wanted = _named_specs(specs, default)
-    if dp_mode not in DP_MODES:
+    where = "init_parallel_state"
+    if not isinstance(dp_mode, str) or dp_mode not in DP_MODES:
         raise ArgumentError(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
             dp_mode=dp_mode,
@@ -166,8 +171,8 @@ def init_parallel_states(
                 backend=current.backend,
                 device_type=device_type or current.world.device_type,
                 dp_mode=dp_mode,
-                async_enabled=bool(async_enabled),
-                own_groups=bool(own_groups),
+                async_enabled=flag_of(where, "async_enabled", async_enabled),
+                own_groups=flag_of(where, "own_groups", own_groups),
                 group_options=options,
             )
             for name in sorted(wanted)
@@ -200,10 +205,11 @@ def _found(plan: StatePlan) -> ParallelState:
 
 def _named_specs(specs: Mapping[str, Any], default: str | None) -> dict[str, AnySpec]:
     """Return the specs by checked names; bare rank groups become the one axis of a spec."""
+    if not isinstance(specs, Mapping):
+        raise ArgumentError(f"init_parallel_states: {specs!r} is no mapping. Give {{name: spec}}.", specs=specs)
     named: dict[str, AnySpec] = {}
     for name, spec in specs.items():
-        if not isinstance(name, str) or not name:
-            raise ArgumentError(f"init_parallel_state: {name!r} is no name. Names are non-empty strings.", name=name)
+        _checked_name(name)
         named[name] = GroupSpec.of(spec) if isinstance(spec, RankGroups) else spec
         if not isinstance(named[name], TopologySpec | GroupSpec):
             raise ArgumentError(
@@ -212,7 +218,7 @@ def _named_specs(specs: Mapping[str, Any], default: str | None) -> dict[str, Any
                 name=name,
                 spec=spec,
             )
-    if default is not None and default not in specs:
+    if default is not None and not (isinstance(default, str) and default in specs):
         raise ArgumentError(
             f"init_parallel_states: default={default!r} is not among the names given: {listed(specs)}."
             f"{did_you_mean(default, specs)}",
@@ -221,22 +227,34 @@ def _named_specs(specs: Mapping[str, Any], default: str | None) -> dict[str, Any
     return named
 
 
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(f"init_parallel_state: {name!r} is no name. Names are non-empty strings.", name=name)
+    return name
+
+
 def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | None:
     """Return the session ranks of a state in grid order, or None for all of them in order."""
     if ranks is None:
         return None
-    places = tuple(ranks)
+    places = items_of("init_parallel_state", "ranks", ranks)
     numbers = [whole(rank) for rank in places]
     world = range(current.world_size)
     bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
     if bad or len(set(numbers)) < len(places) or not places:
         raise ArgumentError(
             f"init_parallel_state: ranks={places!r}. They must be different ranks of the session, "
-            f"0..{current.world_size - 1}, at least one. Not allowed: {listed(bad) if bad else 'repetitions'}.",
+            f"0..{current.world_size - 1}, at least one. Not allowed: {_fault(places, bad)}.",
             ranks=places,
         )
     kept = tuple(number for number in numbers if number is not None)
     return None if kept == tuple(range(current.world_size)) else kept
+
+
+def _fault(places: tuple[Any, ...], bad: list[Any]) -> str:
+    if not places:
+        return "none at all"
+    return str(listed(bad)) if bad else "naming a rank twice"
 
 
 def _fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, current: Session) -> Topology:

@@ -7,6 +7,7 @@ Which names an array has is said by a `ShardingPlan` (`plan`).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dualmesh.arguments import items_of
 from dualmesh.errors import ShardingError, counted
 from dualmesh.layout import overlap
 from dualmesh.partition_spec import Entry, P, split_axes
@@ -27,7 +28,8 @@ def rules_of(rules: Any) -> Rules:
     >>> rules_of({"embed": "dp_shard_sp", "batch": ["dp_replicate", "dp_shard"], "length": None})
     (('embed', 'dp_shard_sp'), ('batch', ('dp_replicate', 'dp_shard')), ('length', None))
     """
-    pairs = rules.items() if isinstance(rules, Mapping) else rules or ()
+    given = () if rules is None else rules
+    pairs = given.items() if isinstance(given, Mapping) else items_of("Logical rules", "rules", given)
     found = []
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[0], str):

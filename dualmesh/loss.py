@@ -3,12 +3,13 @@
 The differentiated objective is the sum over ranks of each rank's scalar; this module makes trainers need no size.
 """
 
+import math
 from typing import Any
 
 from dualmesh import ops
-from dualmesh.errors import ArgumentError
+from dualmesh.ambient import meant
+from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.lazy import array_api_compat
-from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -30,8 +31,14 @@ def token_mean(
         axis: The axis over which tokens differ; None: the role "loss".
         total: The number of tokens of all ranks (and of all micro-batches); None: the sum of `count` over the axis.
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant("token_mean", state)
     over = owner.topology.role("loss") if axis is None else axis
+    if not hasattr(loss_sum, "dtype"):
+        raise ArrayTypeError(f"token_mean: loss_sum is {loss_sum!r}. Give a floating-point scalar array.", x=loss_sum)
+    for name, number in (("count", count), ("total", total)):
+        is_plain = isinstance(number, int | float) and math.isfinite(number)
+        if not (is_plain or hasattr(number, "dtype") or (number is None and name == "total")):
+            raise ArgumentError(f"token_mean: {name} is {number!r}. Give a number or a scalar array.", **{name: number})
     xp = array_api_compat.array_namespace(loss_sum)
     if loss_sum.dtype.itemsize < 4:
         loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
@@ -53,7 +60,7 @@ def sum_gradients(model: Any, *, state: ParallelState | None = None) -> None:
 
     With `token_mean`'s objective the gradient of the global loss is the sum over ranks. JAX needs nothing.
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant("sum_gradients", state)
     owner.programs.sum_gradients(model)
 
 
@@ -66,7 +73,7 @@ def sync_gradients(params: Any, axis: Axis | None = None, *, state: ParallelStat
     Args:
         axis: The axis; None: the role "loss".
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant("sync_gradients", state)
     over = owner.topology.role("loss") if axis is None else axis
     owner.require_ready("sync_gradients")
     return params if owner.size(over) == 1 else owner.programs.sync_gradients(params, over)
@@ -82,7 +89,7 @@ def global_norm(tree: Any, ord: float = 2, axis: Axis | None = None, *, state: P
         axis: The axis along which per-rank blocks differ: blocks of a tensor-parallel module, say. Give blocks and
             replicated arrays in two calls and put their norms together.
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant("global_norm", state)
     if isinstance(ord, bool) or not isinstance(ord, int | float) or not ord > 0:
         raise ArgumentError(f"global_norm: ord={ord!r}. Give a number above 0, or inf.", ord=ord)
     owner.require_ready("global_norm")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+from dualmesh.arguments import items_in, words_of
 from dualmesh.errors import ShapeError, ShardingError, UnknownAxisError, counted
 from dualmesh.layout import Digit, Layout
 from dualmesh.topology import Axis, Topology
@@ -33,7 +34,7 @@ class P:
     def __init__(self, *entries: Entry | Iterable[str], partial: str | Iterable[str] = ()) -> None:
         set_field = object.__setattr__
         set_field(self, "entries", tuple(_entry(entry) for entry in entries))
-        set_field(self, "partial", (partial,) if isinstance(partial, str) else tuple(partial))
+        set_field(self, "partial", words_of("P", "partial", partial))
         used = self.axes
         repeated = [name for name in used if used.count(name) > 1]
         if repeated:
@@ -106,10 +107,9 @@ def _rebuilt(entries: tuple[Entry, ...], partial: tuple[str, ...]) -> P:
 def _entry(entry: Any) -> Entry:
     if entry is None or isinstance(entry, str):
         return entry
-    if isinstance(entry, Iterable):
-        names = tuple(entry)
-        if all(isinstance(name, str) for name in names):
-            return names[0] if len(names) == 1 else names or None
+    names = items_in(entry)
+    if names is not None and all(isinstance(name, str) for name in names):
+        return names[0] if len(names) == 1 else names or None
     raise ShardingError(f"P: {entry!r} is no entry. Entries are an axis name, a tuple of names, or None.", entry=entry)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from dualmesh.arguments import items_of
 from dualmesh.errors import ShardingError, did_you_mean, listed
 from dualmesh.logical import Names, Rules, names_in, rules_of, spec_by_rules
 from dualmesh.partition_spec import P, is_spec, local_shape
@@ -62,7 +63,11 @@ class ShardingPlan:
     default: Choice | None
 
     def __init__(self, patterns: Any, rules: Any = None, default: Any = None) -> None:
-        pairs = patterns.items() if isinstance(patterns, Mapping) else patterns
+        where = "ShardingPlan"
+        pairs = patterns.items() if isinstance(patterns, Mapping) else items_of(where, "patterns", patterns)
+        wrong = [pair for pair in pairs if not isinstance(pair, tuple) or len(pair) != 2]
+        if wrong:
+            raise ShardingError(f"{where}: {wrong[0]!r} is no (pattern, spec) pair. Give {{pattern: spec}}.", plan=self)
         chosen = tuple((Pattern(text).text, _choice(f"pattern {text!r}", value)) for text, value in pairs)
         object.__setattr__(self, "patterns", chosen)
         object.__setattr__(self, "rules", rules_of(rules))

@@ -169,7 +169,7 @@ def megatron_rank_groups(topology: Topology) -> dict[str, RankGroups]:
     """
     pipelines = topology.partition("pp").tolist()
     return {
-        "embd": RankGroups(dict.fromkeys((stages[0], stages[-1])) for stages in pipelines),
+        "embd": RankGroups(tuple(dict.fromkeys((stages[0], stages[-1]))) for stages in pipelines),
         "pos_embd": RankGroups(stages[:1] for stages in pipelines),
     }
 

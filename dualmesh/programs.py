@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from dualmesh.ambient import meant
+from dualmesh.arguments import flag_of, function_of, items_of, words_of
 from dualmesh.cautions import caution
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.partition_spec import P
+from dualmesh.resolution import positive, whole
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 
@@ -37,7 +40,7 @@ class ShardMapped:
         self._built: WeakKeyDictionary[ParallelState, Callable[..., Any]] = WeakKeyDictionary()
 
     def __call__(self, *args: Any) -> Any:
-        state = get_parallel_state() if self._state is None else self._state
+        state = meant("shard_map", self._state)
         state.require_ready("shard_map")
         program = self._built.get(state)
         if program is None:
@@ -74,7 +77,10 @@ def shard_map(
     ...     dm.to_numpy(total(dm.distribute(np.arange(8.0), dm.P("dp")))).tolist()
     [12.0, 16.0]
     """
-    return ShardMapped(fn, state, in_specs, out_specs, None if axes is None else tuple(axes), check_replicated)
+    where = "shard_map"
+    function_of(where, fn)
+    over = None if axes is None else words_of(where, "axes", axes)
+    return ShardMapped(fn, state, in_specs, out_specs, over, flag_of(where, "check_replicated", check_replicated))
 
 
 def value_and_grad(
@@ -87,22 +93,27 @@ def value_and_grad(
         argnums: Which arguments to differentiate; an int gives one gradient, a sequence a tuple of them. Arguments
             may be nested containers; gradients have their structure, shapes and shardings.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
-        raise ArgumentError(f"value_and_grad: argnums={argnums!r}. Give an argument's position or several, from 0.")
+    where = "value_and_grad"
+    function_of(where, fn)
+    one = whole(argnums)
+    listed_numbers = (argnums,) if one is not None else items_of(where, "argnums", argnums)
+    numbers = tuple(positive(where, "argnums", number, least=0) for number in listed_numbers)
+    if not numbers:
+        raise ArgumentError(f"{where}: argnums={argnums!r}. Give an argument's position or several, from 0.")
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> tuple[Any, Any]:
-        owner = get_parallel_state() if state is None else state
+        owner = meant("value_and_grad", state)
         owner.require_ready("value_and_grad")
         value, gradients = owner.programs.value_and_grad(fn, numbers)(*args)
-        return value, gradients[0] if isinstance(argnums, int) else gradients
+        return value, gradients if one is None else gradients[0]
 
     return wrapper
 
 
 def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` with its activations recomputed in backward, under the scope that its forward had. *Local.*"""
+    function_of("remat", fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dualmesh.arguments import items_in
 from dualmesh.errors import MembershipError, RankError, SpecError, listed
 from dualmesh.resolution import positive, refuse, whole
 from dualmesh.spec import check_keys
@@ -170,17 +171,18 @@ class RankGroups:
 
 
 def _lists(groups: Any, problems: list[str]) -> list[Any]:
-    if isinstance(groups, Iterable) and not isinstance(groups, str | Mapping):
-        return list(groups)
+    items = items_in(groups)
+    if items is not None:
+        return list(items)
     problems.append(f"the groups are {groups!r}. Give a list of lists of ranks.")
     return []
 
 
 def _checked(place: int, group: Any, offset: int, problems: list[str]) -> tuple[int, ...]:
-    if not isinstance(group, Iterable) or isinstance(group, str):
+    given = items_in(group)
+    if given is None:
         problems.append(f"group {place} is {group!r}. Give a list of ranks.")
         return ()
-    given = list(group)
     ranks = [whole(rank) for rank in given]
     bad = [rank for rank, number in zip(given, ranks, strict=True) if number is None or number + offset < 0]
     if bad:

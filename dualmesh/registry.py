@@ -6,6 +6,7 @@ Which state is ambient is in `scope`; building states is in `initialization`.
 import os
 import threading
 
+from dualmesh.arguments import flag_of
 from dualmesh.cautions import caution
 from dualmesh.errors import TakenNameError, UnknownStateError, did_you_mean, listed
 from dualmesh.state import ParallelState, StatePlan
@@ -117,4 +118,4 @@ registry = Registry()
 
 def strict(on: bool = True) -> None:
     """Make a taken name with other settings an error (True) or a warning (False, the default). *Local.*"""
-    registry.strict = on
+    registry.strict = flag_of("strict", "on", on)

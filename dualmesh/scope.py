@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from dualmesh.arguments import function_of
 from dualmesh.errors import ArgumentError, ScopeError, listed
 from dualmesh.registry import registry
 from dualmesh.solo import solo_state
@@ -331,6 +332,7 @@ def bind(fn: Callable[Params, Result]) -> Callable[Params, Result]:
     ...     answer()
     'other'
     """
+    function_of("bind", fn)
     state, name = get_parallel_state(), scope_name() or "solo"
     return scoped_callable(fn, lambda: Scope(state, name))
 

@@ -34,6 +34,8 @@ def seed_for(state: ParallelState, axes: Axis, base: int = 0, rank: int | None =
     >>> seeds[0] == seeds[1] != seeds[2] == seeds[3]
     True
     """
+    if not isinstance(state, ParallelState):
+        raise ArgumentError(f"seed_for: {state!r} is no state. Give dm.get_parallel_state() or another.", state=state)
     number = whole(base)
     if number is None:
         raise ArgumentError(f"seed_for: base={base!r} is no integer.", base=base)

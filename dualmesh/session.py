@@ -12,6 +12,7 @@ from dualmesh import discovery, environment, scope
 from dualmesh.backend import Backend
 from dualmesh.errors import SessionError
 from dualmesh.registry import registry
+from dualmesh.resolution import whole
 from dualmesh.state import ParallelState, World
 
 _sessions: dict[str, "Session"] = {}
@@ -84,6 +85,13 @@ def init_distributed(
         LaunchError: Variables or arguments are half given or contradict each other.
         SessionError: A world of another size runs already, or the world cannot be started.
     """
+    if world_size is not None and whole(world_size) is None:
+        raise SessionError(f"init_distributed: world_size={world_size!r} is no integer.", world_size=world_size)
+    if init_method is not None and not isinstance(init_method, str):
+        raise SessionError(
+            f"init_distributed: init_method={init_method!r}. Give 'tcp://host:port' of process 0.",
+            init_method=init_method,
+        )
     with _lock:
         driver = discovery.choose(backend, _live_backends())
         launch = environment.launch_from(

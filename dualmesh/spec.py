@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualmesh import notation
+from dualmesh.arguments import items_in
 from dualmesh.errors import SpecError, did_you_mean, listed
 from dualmesh.resolution import fit, whole
 from dualmesh.topology import Topology
@@ -83,9 +84,9 @@ class TopologySpec:
     ) -> None:
         set_field = object.__setattr__
         set_field(self, "base", sizes_of("axes", axes))
-        set_field(self, "combinations", tuple((n, names_of(m)) for n, m in pairs_of("combined", combined or {})))
-        set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in pairs_of("views", views or {})))
-        set_field(self, "parts", tuple((n, names_of(m)) for n, m in pairs_of("roles", roles or {})))
+        set_field(self, "combinations", tuple((n, names_of(m)) for n, m in _declared("combined", combined)))
+        set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in _declared("views", views)))
+        set_field(self, "parts", tuple((n, names_of(m)) for n, m in _declared("roles", roles)))
         set_field(self, "rank_offset", plain(rank_offset))
 
     @property
@@ -199,13 +200,18 @@ def sizes_of(what: str, axes: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, plain(size)) for name, size in pairs_of(what, axes))
 
 
+def _declared(what: str, data: Any) -> list[tuple[str, Any]]:
+    return [] if data is None else list(pairs_of(what, data))
+
+
 def names_of(names: Any) -> tuple[str, ...]:
     """Return one name or several as a tuple. *Pure.*"""
     if isinstance(names, str):
         return (names,)
-    if not isinstance(names, Iterable):
+    items = items_in(names)
+    if items is None:
         raise SpecError(f"Topology: axis names must be a name or a list of names, found {names!r}.", found=names)
-    return tuple(names)
+    return items
 
 
 def check_keys(where: str, data: Any, known: tuple[str, ...], *, required: bool = False) -> None:

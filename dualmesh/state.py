@@ -21,6 +21,7 @@ from dualmesh.errors import (
 )
 from dualmesh.group_options import GroupOptions, checked_timeout
 from dualmesh.partition_spec import P
+from dualmesh.resolution import whole
 from dualmesh.seed_attributes import SeedAttributes
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Axis, Topology
@@ -188,8 +189,8 @@ class ParallelState(SeedAttributes, ABC):
 
     def grid_rank(self, rank: int) -> int:
         """Return the topology's rank for a session rank. *Pure.*"""
-        if not self.has_rank(rank):
-            raise RankError(f"{self.label} has no rank {rank}. Its ranks: {self._rank_list}.", rank=rank)
+        if whole(rank) is None or not self.has_rank(rank):
+            raise RankError(f"{self.label} has no rank {rank!r}. Its ranks: {self._rank_list}.", rank=rank)
         return rank if self._positions is None else self._positions[rank] + self.topology.rank_offset
 
     def session_rank(self, grid_rank: int) -> int:

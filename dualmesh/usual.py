@@ -5,6 +5,7 @@ Axes of one's own need nothing from here: declare them with `TopologySpec`.
 
 from collections.abc import Sequence
 
+from dualmesh.arguments import flag_of, items_of, words_of
 from dualmesh.errors import counted
 from dualmesh.resolution import refuse, whole
 from dualmesh.spec import TopologySpec, View
@@ -86,7 +87,7 @@ def parallel_spec(
     extras = _extras(extra_parallel_names, extra_parallel_sizes, extra_parallel_outermost, ep_size, problems)
     refuse("parallel_spec", problems, **given)
     sizes = (pp_size, replicate, shard, ulysses_size, cp_size, tp_size)
-    over = tuple(ep_over) if ep_over is not None else COMBINED_AXES["dp_shard_sp"]
+    over = COMBINED_AXES["dp_shard_sp"] if ep_over is None else words_of("parallel_spec", "ep_over", ep_over)
     views = {}
     combined: dict[str, tuple[str, ...]] = dict(COMBINED_AXES)
     for name, (size, outermost) in extras.items():
@@ -131,8 +132,11 @@ def _extras(
     problems: list[str],
 ) -> dict[str, tuple[int, bool]]:
     """Return {name: (size, outermost)} of the extra parallels."""
-    names, sizes = tuple(names), tuple(sizes)
-    flags = tuple(outermost) if outermost is not None else (False,) * len(names)
+    where = "parallel_spec"
+    names = words_of(where, "extra_parallel_names", names)
+    sizes = items_of(where, "extra_parallel_sizes", sizes)
+    given = (False,) * len(names) if outermost is None else items_of(where, "extra_parallel_outermost", outermost)
+    flags = tuple(flag_of(where, "extra_parallel_outermost", flag) for flag in given)
     if not len(names) == len(sizes) == len(flags):
         problems.append(
             f"{counted(len(names), 'extra parallel name')} {names!r}, {counted(len(sizes), 'size')} {sizes!r}, "
@@ -140,7 +144,7 @@ def _extras(
         )
     if len(set(names)) < len(names):
         problems.append(f"extra parallel names {names!r} repeat. Name each once.")
-    extras = {name: (size, bool(flag)) for name, size, flag in zip(names, sizes, flags, strict=False)}
+    extras = {name: (size, flag) for name, size, flag in zip(names, sizes, flags, strict=False)}
     if ep_size is not None:
         size, flag = extras.get("ep", (1, False))
         if size not in (1, ep_size):

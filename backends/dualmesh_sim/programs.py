@@ -85,6 +85,9 @@ class SimPrograms(Programs):
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
         whole = [np.ravel(self._whole(x)) for x in leaves(tree)]
+        strange = [x for x in whole if x.dtype.kind not in "biufc"]
+        if strange:
+            raise ArrayTypeError(f"global_norm: {strange[0]!r} are no numbers. Give arrays.", found=strange[0].dtype)
         norm = np.linalg.norm(np.concatenate(whole), order) if whole else np.zeros(())
         if axis is None:
             return np.asarray(norm)

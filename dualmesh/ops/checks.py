@@ -6,9 +6,10 @@ The collectives themselves are in `collectives`, `pairs` and `ragged`.
 import operator
 from typing import Any
 
+from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
 from dualmesh.resolution import whole
-from dualmesh.scope import current_scope, get_parallel_state
+from dualmesh.scope import current_scope
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -34,7 +35,7 @@ def resolved(
     Args:
         unequal: Whether one program can do this for groups of different sizes; the largest is returned then.
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant(where, state)
     if isinstance(axis, list):
         axis = tuple(axis)
     layout = owner.topology.layouts.get(axis) if type(axis) is str else None
@@ -86,7 +87,7 @@ def admitted(
 
 def check_reduction(where: str, op: str, kind: str, allowed: dict[str, tuple[str, ...]]) -> None:
     """Refuse a reduction that does not exist, or that the dtype does not have. *Pure.*"""
-    if op not in allowed:
+    if not isinstance(op, str) or op not in allowed:
         raise ArgumentError(f"{where}: op={op!r}. Allowed: {listed(allowed)}.", op=op)
     if kind not in allowed[op]:
         raise ArrayTypeError(

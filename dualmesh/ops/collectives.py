@@ -7,6 +7,7 @@ contract in `op_table`.
 from collections.abc import Iterable
 from typing import Any
 
+from dualmesh.arguments import flag_of, items_of
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.ops.checks import KINDS, admitted, check_reduction, checked_dim, checked_index, divided, resolved
 from dualmesh.pending import Finished, Pending
@@ -111,6 +112,7 @@ def shift(x: Any, axis: Axis, offset: int = 1, wrap: bool = True, *, state: Para
     step = whole(offset)
     if step is None:
         raise ArgumentError(f"{where}: offset={offset!r} is no integer.", offset=offset)
+    wrap = flag_of(where, "wrap", wrap)
     targets = [(src, (src + step) % size if wrap else src + step) for src in range(size)]
     return _permuted(owner, x, axis, size, tuple((src, dst) for src, dst in targets if 0 <= dst < size))
 
@@ -130,13 +132,14 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
     owner, axis, size, _ = admitted(where, x, axis, state, unequal=True)
     least = size if size == 1 else owner.sizes_here(axis)[0]
     checked = []
-    for pair in pairs:
-        if len(tuple(pair)) != 2:
+    for pair in items_of(where, "pairs", pairs):
+        indices = items_of(where, "pairs", pair)
+        if len(indices) != 2:
             raise ArgumentError(f"{where}: {pair!r} is no pair. Give (src, dst) indices.", pair=pair)
-        src, dst = pair
+        src, dst = indices
         checked.append((checked_index(where, "src", src, axis, least), checked_index(where, "dst", dst, axis, least)))
-    for side, indices in zip(("src", "dst"), zip(*checked, strict=True), strict=False):
-        repeated = sorted({index for index in indices if indices.count(index) > 1})
+    for side, places in zip(("src", "dst"), zip(*checked, strict=True), strict=False):
+        repeated = sorted({index for index in places if places.count(index) > 1})
         if repeated:
             raise ArgumentError(
                 f"{where}: {side} {listed(repeated)} is named twice in {checked}. Name each src and each dst once.",

@@ -3,8 +3,10 @@
 Equal parts are exchanged by `collectives.all_to_all`.
 """
 
+import operator
 from typing import Any
 
+from dualmesh.arguments import items_of
 from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.ops.checks import admitted, checked_dim
 from dualmesh.resolution import positive
@@ -65,7 +67,7 @@ def ragged_all_to_all(
 
 
 def _check_counts(where: str, name: str, counts: Any, size: int) -> None:
-    shape = tuple(counts.shape) if hasattr(counts, "shape") else (len(counts),)
+    shape = tuple(counts.shape) if hasattr(counts, "shape") else (len(items_of(where, name, counts)),)
     if shape != (size,):
         raise ShapeError(f"{where}: {name} has shape {shape}. Give one count per index: ({size},).", shape=shape)
 
@@ -73,7 +75,7 @@ def _check_counts(where: str, name: str, counts: Any, size: int) -> None:
 def plain_counts(counts: Any) -> tuple[int, ...] | None:
     """Return counts as ints, or None where their values are not known yet (traced)."""
     try:
-        return tuple(int(count) for count in (counts.tolist() if hasattr(counts, "tolist") else counts))
+        return tuple(operator.index(count) for count in (counts.tolist() if hasattr(counts, "tolist") else counts))
     except (TypeError, ValueError) as error:
         if "Tracer" in type(error).__name__ or "Concretization" in type(error).__name__:
             return None

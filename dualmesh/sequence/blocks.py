@@ -6,10 +6,10 @@ Attention over a split sequence is in `ulysses` and `ring`.
 from typing import Any
 
 from dualmesh import ops
-from dualmesh.errors import ShapeError
+from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
-from dualmesh.resolution import positive
+from dualmesh.resolution import positive, whole
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -64,10 +64,13 @@ def roll(x: Any, shift: int, dim: int, axis: Axis = "sp", *, state: ParallelStat
     """
     where = "sequence.roll"
     dim = checked_dim(where, x, dim)
+    steps = whole(shift)
+    if steps is None:
+        raise ArgumentError(f"{where}: shift={shift!r} is no integer.", shift=shift)
     block = x.shape[dim]
     if block == 0:
         return x
-    whole_blocks, rest = divmod(shift % (block * ops.axis_size(axis, state=state)), block)
+    whole_blocks, rest = divmod(steps % (block * ops.axis_size(axis, state=state)), block)
     near = ops.shift(x, axis, whole_blocks, state=state) if whole_blocks else x
     if rest == 0:
         return near

@@ -6,9 +6,9 @@ Trading the sequence for heads instead is in `ulysses`; both together split one 
 from typing import Any
 
 from dualmesh import ops
+from dualmesh.ambient import meant
 from dualmesh.errors import ShapeError
 from dualmesh.lazy import array_api_compat
-from dualmesh.scope import get_parallel_state
 from dualmesh.sequence.blocks import sequence_positions
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -50,7 +50,7 @@ def ring_attention(
         ShapeError: Shapes that do not fit each other.
     """
     _check_shapes(query, key, value)
-    owner = get_parallel_state() if state is None else state
+    owner = meant("sequence.ring_attention", state)
     xp = array_api_compat.array_namespace(query)
     size = ops.axis_size(axis, state=owner)
     width, length = key.shape[-1], query.shape[1]

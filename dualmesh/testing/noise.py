@@ -6,9 +6,9 @@ Seeds that differ by rank are in `dualmesh.seeds`.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dualmesh.ambient import meant
 from dualmesh.arrays import local_slices, shard_local
 from dualmesh.lazy import np
-from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def counter_noise(
         shape: The global shape.
         dtype: A floating-point dtype of numpy.
     """
-    owner = get_parallel_state() if state is None else state
+    owner = meant("testing.counter_noise", state)
     owner.require_ready("counter_noise")
     held = [local_slices(spec, shape, rank, state=owner) for rank in owner.local_ranks]
     cover = tuple(slice(min(s.start for s in dim), max(s.stop for s in dim)) for dim in zip(*held, strict=True))

@@ -148,4 +148,4 @@ def test_a_rank_that_is_no_member_of_another_state_is_named(world):
 
 def test_lifted_functions_do_not_nest(world):
     with pytest.raises(ArgumentError, match="inside a shard_map"):
-        called(called)
+        called(lambda _block: called(lambda block: block))
