@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from dualmesh.errors import AgreementError, GroupTimeoutError, counted, listed
+from dualmesh.errors import AgreementError, GroupTimeoutError, listed
 
 _COUNT_BITS = 18
 _SUM_BITS = 62
@@ -35,7 +35,16 @@ class Store(Protocol):
         """Wait until there is a value; tell whether it came in time."""
 
 
-def agree(store: Store, where: str, ranks: Sequence[int], rank: int, said: str, timeout_s: float) -> None:
+def agree(
+    store: Store,
+    where: str,
+    ranks: Sequence[int],
+    rank: int,
+    said: str,
+    timeout_s: float,
+    *,
+    nouns: tuple[str, str] = ("rank", "ranks"),
+) -> None:
     """Return once every rank said the same. *Collective over the ranks.*
 
     Each rank adds fingerprint * 2**18 + 1 to one counter, so the last one to come sees from the sum alone whether all
@@ -48,6 +57,7 @@ def agree(store: Store, where: str, ranks: Sequence[int], rank: int, said: str, 
         rank: This one.
         said: What this rank says.
         timeout_s: How long to wait for the others, in seconds.
+        nouns: What the ranks are, one and several, for messages.
 
     Raises:
         AgreementError: Ranks said different things; the message names them and what they said.
@@ -66,7 +76,7 @@ def agree(store: Store, where: str, ranks: Sequence[int], rank: int, said: str, 
     else:
         verdict = _settled(store, topic, round_, "late")
     if verdict != "same":
-        raise _disagreement(store, where, round_, ranks, rank, said, timeout_s, verdict)
+        raise _disagreement(store, where, round_, ranks, rank, said, timeout_s, verdict, nouns)
 
 
 def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
@@ -77,7 +87,15 @@ def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
 
 
 def _disagreement(
-    store: Store, where: str, round_: str, ranks: Sequence[int], rank: int, said: str, timeout_s: float, verdict: str
+    store: Store,
+    where: str,
+    round_: str,
+    ranks: Sequence[int],
+    rank: int,
+    said: str,
+    timeout_s: float,
+    verdict: str,
+    nouns: tuple[str, str],
 ) -> AgreementError | GroupTimeoutError:
     store.set(f"{round_}/said/{rank}", said)
     told = store.add(f"{round_}/told", 1)
@@ -92,31 +110,36 @@ def _disagreement(
     for member, answer in answers.items():
         if answer is not None:
             opinions.setdefault(answer, []).append(member)
-    lines = "".join(f"\n  {_ranks(members)}: {answer}" for answer, members in opinions.items())
+    lines = "".join(f"\n  {_named(members, nouns)}: {answer}" for answer, members in opinions.items())
     if missing:
         return GroupTimeoutError(
-            f"{where}: {_ranks(missing)} did not come within {timeout_s:g} s, of {counted(len(ranks), 'rank')} that "
-            f"must all call it. Who came said:{lines}\nNothing was built. Call it on every rank, in the same order.",
+            f"{where}: {_named(missing, nouns)} did not come within {timeout_s:g} s, of {_counted(len(ranks), nouns)} "
+            f"that must all call it. Who came said:{lines}\nNothing was built. Call it on every {nouns[0]}, in the "
+            f"same order.",
             missing=tuple(missing),
             timeout_s=timeout_s,
         )
     if verdict == "late":
         return GroupTimeoutError(
-            f"{where}: {counted(came, 'rank')} of {len(ranks)} came within {timeout_s:g} s, the others later. Who came "
-            f"said:{lines}\nNothing was built. Call it on every rank at about the same time, or raise "
+            f"{where}: {_counted(came, nouns)} of {len(ranks)} came within {timeout_s:g} s, the others later. Who came "
+            f"said:{lines}\nNothing was built. Call it on every {nouns[0]} at about the same time, or raise "
             f"DUALMESH_TIMEOUT_S.",
             missing=(),
             timeout_s=timeout_s,
         )
     return AgreementError(
-        f"{where}: the ranks do not mean the same.{lines}\nNothing was built. Give every rank the same arguments, in "
-        f"the same order.",
+        f"{where}: the {nouns[1]} do not mean the same.{lines}\nNothing was built. Give every {nouns[0]} the same "
+        f"arguments, in the same order.",
         opinions={answer: tuple(members) for answer, members in opinions.items()},
     )
 
 
-def _ranks(members: Sequence[int]) -> str:
-    return f"{'rank' if len(members) == 1 else 'ranks'} {listed(members)}"
+def _named(members: Sequence[int], nouns: tuple[str, str]) -> str:
+    return f"{nouns[len(members) != 1]} {listed(members)}"
+
+
+def _counted(count: int, nouns: tuple[str, str]) -> str:
+    return f"{count} {nouns[count != 1]}"
 
 
 def _name(ranks: Sequence[int]) -> str:

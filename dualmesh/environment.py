@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dualmesh.backend import Launch
 from dualmesh.errors import LaunchError, listed
 
+DETECT = "auto"
+"""The init_method that leaves it to the framework to find out about its cluster."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT_VARIABLE = "DUALMESH_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 60.0
@@ -45,6 +47,8 @@ def launch_from(
         LaunchError: Some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set and some are not, or a value is no
             number, or the rank is not in the world.
     """
+    if init_method == DETECT and rank is None:
+        return Launch(world_size=world_size, init_method=DETECT, local_devices=local_devices, timeout_s=timeout_s)
     if rank is not None or init_method is not None:
         return _given(rank, world_size, init_method, local_devices, timeout_s)
     found = [name for name in TORCHRUN if variables.get(name)]

@@ -77,7 +77,7 @@ def init_distributed(
         backend: "torch", "jax", "sim" or another installed one; None: see `discovery.choose`.
         rank: This process' rank; with it world_size counts processes.
         world_size: Ranks (JAX and sim: devices and simulated ranks in one process).
-        init_method: "tcp://host:port" of process 0.
+        init_method: "tcp://host:port" of process 0; "auto": what JAX finds out about its cluster by itself.
         local_devices: Ranks that this process holds, where the backend lets one choose.
         timeout_s: How long to wait for the other processes, in seconds.
 
@@ -105,11 +105,12 @@ def init_distributed(
         running = driver.world()
         if running is not None:
             session = adopted(driver, running)
-            if world_size is not None and world_size != session.world_size:
+            noun, found = ("ranks", running.size) if rank is None else ("processes", running.process_count)
+            if world_size is not None and world_size != found:
                 raise SessionError(
-                    f"init_distributed: a {driver.name} world of {session.world_size} ranks runs already, asked for "
+                    f"init_distributed: a {driver.name} world of {found} {noun} runs already, asked for "
                     f"{world_size}. End it first (Session.close()).",
-                    found=session.world_size,
+                    found=found,
                     asked=world_size,
                 )
             return session

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh
 
+from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.partition_spec import P, dim_layouts
 from dualmesh.verbs import Arrays
@@ -25,6 +26,11 @@ INSIDE = (
     "function given to shard_map."
 )
 
+NARROWED = (
+    "{where}: {dtype} values from {low} to {high} do not fit {kept}, which is what JAX keeps while x64 is off. Set "
+    "jax.config.update('jax_enable_x64', True) before JAX is first used, or give smaller numbers."
+)
+
 
 class JaxArrays(Arrays):
     """Global `jax.Array`s over the devices of one state."""
@@ -34,10 +40,7 @@ class JaxArrays(Arrays):
 
     def distribute(self, array: Any, spec: P) -> Any:
         host = array if isinstance(array, jax.Array) else np.asarray(array)
-        sharding = self.fitted("distribute", host, spec)
-        if sharding.is_fully_addressable:
-            return jax.device_put(host, sharding)
-        return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+        return laid_out("distribute", host, self.fitted("distribute", host, spec))
 
     def to_numpy(self, x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
@@ -50,17 +53,24 @@ class JaxArrays(Arrays):
         return np.array(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
 
     def shard_local(self, block: Any, spec: P) -> Any:
-        host = np.asarray(block)
-        sharding = self._state.sharding(spec)
-        if sharding.is_fully_addressable:
-            return jax.device_put(host, self.fitted("shard_local", host, spec))
-        return jax.make_array_from_process_local_data(sharding, host)
+        where, host, topology = "shard_local", np.asarray(block), self._state.topology
+        ranks = [self._state.grid_rank(rank) for rank in self._state.local_ranks]
+        shape = covered_shape(topology, spec, host.shape, ranks, what=f"{where}: block")
+        sharding = self.fitted(where, np.broadcast_to(host.dtype.type(), shape), spec)
+        first = [cut.start for cut in covering_slices(topology, spec, shape, ranks)]
+
+        def cut(index: Any) -> Any:
+            bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
+            return host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))]
+
+        check_narrowing(where, host)
+        return jax.make_array_from_callback(shape, sharding, cut)
 
     def constrain(self, x: Any, spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
-        return lax.with_sharding_constraint(x, sharding) if _is_tracing() else jax.device_put(x, sharding)
+        return lax.with_sharding_constraint(x, sharding) if is_tracing() else jax.device_put(x, sharding)
 
     def fitted(self, where: str, x: Any, spec: P) -> NamedSharding:
         """Return the sharding of a spec after checking that it fits an array. *Local.*
@@ -72,12 +82,39 @@ class JaxArrays(Arrays):
         return NamedSharding(self._state.mesh, self._state.native_spec(where, spec))
 
 
+def laid_out(where: str, array: Any, sharding: NamedSharding) -> Any:
+    """Return a global array in a sharding; each process cuts its part of its own copy of a host array. *Local.*
+
+    Raises:
+        ArrayTypeError: Integers of 64 bits that do not fit the 32 that JAX keeps.
+    """
+    if isinstance(array, jax.Array):
+        if sharding.is_fully_addressable or array.is_fully_addressable:
+            return jax.device_put(array, sharding)
+        return jax.jit(_unchanged, out_shardings=sharding)(array)
+    check_narrowing(where, array)
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def check_narrowing(where: str, array: Any) -> None:
+    """Refuse integers that JAX would wrap around: it keeps 32 bits of 64 while x64 is off. *Local.*"""
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if array.dtype.kind not in "iu" or kept == array.dtype or array.size == 0:
+        return
+    low, high, limits = array.min(), array.max(), np.iinfo(kept)
+    if low < limits.min or high > limits.max:
+        raise ArrayTypeError(NARROWED.format(where=where, dtype=array.dtype, low=low, high=high, kept=kept))
+
+
 def is_staging() -> bool:
     """Tell whether operations are recorded (jit, scan) rather than run; an eager gradient runs them. *Local.*"""
-    return _is_tracing() and isinstance(lax.full((), 0), jax.core.Tracer)
+    return is_tracing() and isinstance(lax.full((), 0), jax.core.Tracer)
 
 
-def _is_tracing() -> bool:
+def is_tracing() -> bool:
+    """Tell whether some transformation that sets the mesh aside (jit, shard_map, scan) is recording. *Local.*"""
     try:
         get_mesh()
     except ValueError:  # JAX's answer inside tracing

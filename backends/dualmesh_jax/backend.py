@@ -3,6 +3,7 @@
 Which states share a mesh is in `meshes`, how jit learns of the scope in `scope`.
 """
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -13,11 +14,16 @@ from dualmesh.errors import BackendError, SessionError
 from dualmesh.resolution import whole
 from dualmesh.scope import add_mirror
 from dualmesh.state import ParallelState, StatePlan, World
-from dualmesh_jax.devices import launched, ordered_devices, request_cpu_devices, too_few
+from dualmesh_jax.agreement import agree_on, members
+from dualmesh_jax.devices import check_local, ordered_devices, request_cpu_devices, too_few
+from dualmesh_jax.launching import join, joins_others
 from dualmesh_jax.meshes import MeshBook
 from dualmesh_jax.private import backend_is_initialized
 from dualmesh_jax.scope import JaxMirror
 from dualmesh_jax.state import JaxState
+from dualmesh_jax.store import JaxStore, opened_store
+
+EXCHANGE_S = 1800.0
 
 
 class JaxBackend(Backend):
@@ -29,6 +35,7 @@ class JaxBackend(Backend):
         self._world: World | None = None
         self._book = MeshBook(())
         self._states: list[JaxState] = []
+        self._store: JaxStore | None = None
         self._launched = False
         add_mirror(JaxMirror())
 
@@ -39,21 +46,22 @@ class JaxBackend(Backend):
         return self._world
 
     def start(self, launch: Launch) -> World:
-        asked = _asked_size(launch)
-        timeout_s = environment.timeout_s(launch.timeout_s)
-        if launch.process_count > 1:
+        several = joins_others(launch)
+        asked = _asked_size(launch, several)
+        if several:
             request_cpu_devices(launch.local_devices)
-            launched(launch, timeout_s)
+            join(launch, environment.timeout_s(launch.timeout_s))
             self._launched = True
+            check_local(launch.local_devices)
         else:
             request_cpu_devices(asked)
         devices = ordered_devices()
         size = len(devices) if asked is None else asked
         if size > len(devices):
             raise too_few(size, devices)
-        return self._opened(devices[:size])
+        return self._opened(devices[:size], launch.timeout_s)
 
-    def _opened(self, devices: Sequence[jax.Device]) -> World:
+    def _opened(self, devices: Sequence[jax.Device], timeout_s: float | None = None) -> World:
         mine = tuple(rank for rank, device in enumerate(devices) if device.process_index == jax.process_index())
         kind = devices[0].platform
         world = World(
@@ -64,12 +72,13 @@ class JaxBackend(Backend):
             is_live=lambda: self._world is world,
         )
         self._world, self._book = world, MeshBook(devices)
+        self._store = opened_store(_wait_s(timeout_s))
         return world
 
     def stop(self, world: World) -> None:
         """End the session's epoch; JAX's own world cannot be re-created in a process, so it goes on."""
         if self._world is world:
-            self._world, self._book = None, MeshBook(())
+            self._world, self._book, self._store = None, MeshBook(()), None
 
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
         for plan in plans:
@@ -80,7 +89,11 @@ class JaxBackend(Backend):
                     f"(JAX_PLATFORMS).",
                     device_type=plan.device_type,
                 )
-        built = [JaxState(plan, world, self._book.shared(_order(plan), plan.topology)) for plan in plans]
+        if self._store is not None:
+            process_of = {rank: device.process_index for rank, device in enumerate(self._book.devices)}
+            agree_on(plans, process_of, self._store)
+        shared = [self._book.shared(members(plan), plan.topology) for plan in plans]
+        built = [JaxState(plan, world, mesh, self._store) for plan, mesh in zip(plans, shared, strict=True)]
         self._states += built
         return list(built)
 
@@ -90,18 +103,19 @@ class JaxBackend(Backend):
         self._book.keep_only({state.shared.serial for state in self._states})
 
 
-def _order(plan: StatePlan) -> tuple[int, ...]:
-    """Return the session ranks of a state in grid order."""
-    places, first = plan.ranks, plan.topology.rank_offset
-    return tuple(rank if places is None else places[rank - first] for rank in plan.topology.members)
-
-
-def _asked_size(launch: Launch) -> int | None:
+def _asked_size(launch: Launch, several: bool) -> int | None:
     """Return how many ranks the launch asks for in this world, or None for as many as there are."""
     asked = launch.world_size
-    if asked is None and launch.process_count == 1:
+    if asked is None and not several:
         asked = launch.local_devices
     size = whole(asked)
     if asked is not None and (size is None or size < 1):
         raise SessionError(f"Backend 'jax': world_size={asked!r}. Give an integer of at least 1.", world_size=asked)
     return size
+
+
+def _wait_s(given: float | None) -> float:
+    """Return how long objects between processes wait: what was given or set, else as long as torch does."""
+    if given is None and not os.environ.get(environment.TIMEOUT_VARIABLE):
+        return EXCHANGE_S
+    return environment.timeout_s(given)

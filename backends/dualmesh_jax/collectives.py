@@ -6,7 +6,7 @@ What `shard_map` is, is in `programs`; what of the mesh an axis is, in `lines`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from dualmesh.errors import ArrayTypeError, OutsideShardMapError
 from dualmesh.op_table import call, transpose
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
+from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged
 
@@ -32,6 +33,13 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (jnp.floating, "float"),
     (jnp.complexfloating, "complex"),
 )
+_PLAIN = (bool, int, float, complex, np.number, np.bool_)
+_METRICS: Mapping[str, Callable[[Any], Any]] = {
+    "sum": sum,
+    "mean": lambda values: sum(values) / len(values),
+    "max": max,
+    "min": min,
+}
 OUTSIDE = (
     "{where}: axis {axis!r} of {label} is not split here. In JAX a collective runs per rank, inside a function that is "
     "given to dm.shard_map."
@@ -46,6 +54,8 @@ class JaxCollectives(Collectives):
         self._line = state.line
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        if self._is_metric(x):
+            return kind_of(where, np.result_type(x))
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise ArrayTypeError(
                 f"{where}: found a {type(x).__module__}.{type(x).__qualname__}. Blocks of the jax backend are JAX or "
@@ -56,6 +66,8 @@ class JaxCollectives(Collectives):
         return kind_of(where, x.dtype)
 
     def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
+        if self._is_metric(x):
+            return _METRICS[op](self._state.host.all_gather(x, axis))
         line = self._line(axis)
         if op in ("max", "min"):
             return _extreme(x, line, axis, op)
@@ -82,6 +94,8 @@ class JaxCollectives(Collectives):
         return lax.all_to_all(x, line.names, split_dim, concat_dim, axis_index_groups=line.groups, tiled=True)
 
     def broadcast(self, x: Any, axis: Axis, *, src: int) -> Any:
+        if self._is_metric(x):
+            return self._state.host.broadcast(x, axis, src=src)
         return _broadcast(x, self._line(axis), src)
 
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
@@ -134,6 +148,10 @@ class JaxCollectives(Collectives):
         size, width = self._state.size(axis), x.shape[dim]
         whole = jnp.zeros((*x.shape[:dim], size * width, *x.shape[dim + 1 :]), x.dtype)
         return lax.dynamic_update_slice_in_dim(whole, x, self.axis_index(axis) * width, dim)
+
+    def _is_metric(self, x: Any) -> bool:
+        """Tell whether `x` is a plain number outside tracing, which processes exchange as an object."""
+        return isinstance(x, _PLAIN) and not is_tracing()
 
     def _require_inside(self, where: str, axis: Axis) -> None:
         if not self._state.is_manual(axis):

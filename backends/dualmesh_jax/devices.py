@@ -1,6 +1,6 @@
 """Which devices a world is over, and asking JAX for them before it starts its backend.
 
-A world's life is in `backend`, meshes over devices in `meshes`.
+A world's life is in `backend`, joining other processes in `launching`, meshes over devices in `meshes`.
 """
 
 # mypy: allow-untyped-calls
@@ -11,13 +11,18 @@ from collections.abc import Sequence
 
 import jax
 
-from dualmesh.backend import Launch
 from dualmesh.errors import SessionError
 
 FLAG = "--xla_force_host_platform_device_count"
 TOO_FEW = (
     "Backend 'jax': {asked} ranks were asked for, but JAX has {found} {platform} device(s). {why} {cure} before JAX is "
     "first used in this process, or ask for at most {found} ranks."
+)
+
+
+OTHER_COUNT = (
+    "Backend 'jax': local_devices={asked}, but JAX has {found} device(s) in this process. Set XLA_FLAGS={flag}={asked} "
+    "(CPU) or the devices that this process may see (GPU) before JAX starts, or leave local_devices out."
 )
 
 
@@ -55,27 +60,8 @@ def too_few(asked: int, devices: Sequence[jax.Device]) -> SessionError:
     return SessionError(message, asked=asked, found=len(devices))
 
 
-def launched(launch: Launch, timeout_s: float) -> None:
-    """Join the other processes, unless the user did. *Collective over all processes, with a timeout.*
-
-    Raises:
-        SessionError: They could not be reached.
-    """
-    if jax.distributed.is_initialized():
-        return
-    try:
-        jax.distributed.initialize(
-            _coordinator(launch), launch.process_count, launch.rank, initialization_timeout=max(1, int(timeout_s))
-        )
-    except RuntimeError as error:
-        raise SessionError(
-            f"Backend 'jax': process {launch.rank} of {launch.process_count} could not join at {launch.init_method}: "
-            f"{error}. Start all processes, and call dm.init_distributed before JAX is first used.",
-            rank=launch.rank,
-        ) from error
-
-
-def _coordinator(launch: Launch) -> str:
-    if launch.init_method is None or launch.init_method == "env://":
-        return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
-    return launch.init_method.removeprefix("tcp://")
+def check_local(asked: int | None) -> None:
+    """Refuse a process that holds another number of devices than it was to hold. *Local*; starts JAX."""
+    found = jax.local_device_count()
+    if asked not in (None, found):
+        raise SessionError(OTHER_COUNT.format(asked=asked, found=found, flag=FLAG), asked=asked, found=found)

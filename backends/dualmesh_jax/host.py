@@ -1,43 +1,65 @@
-"""Plain Python objects between processes; one process that holds every rank speaks for all of them.
+"""Plain Python objects between processes, pickled, through the store in which they met.
 
-Arrays travel with `collectives`.
+A process of several ranks speaks for all of them. Arrays travel with `collectives`.
 """
 
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from jax.experimental import multihost_utils
+import jax
 
-from dualmesh.errors import BackendError
+from dualmesh.errors import BackendError, RankError, listed
 from dualmesh.topology import Axis
 from dualmesh.verbs import HostObjects
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
 
+SEVERAL_GROUPS = (
+    "{where}: along {axis!r} of {label} the ranks {ranks} of this process lie in groups of different processes "
+    "({groups}), and a process says and hears one thing. Ask over an axis that keeps its ranks together, or 'world'."
+)
+NO_STORE = (
+    "{where}: {label} spans several processes, and jax {version} has no store that dualmesh knows to exchange Python "
+    "objects through. Use jax.experimental.multihost_utils."
+)
+
 
 class JaxHostObjects(HostObjects):
-    """Objects travel pickled, as between processes."""
+    """`src` is an index of the axis; objects come in index order."""
 
     def __init__(self, state: "JaxState") -> None:
         self._state = state
 
     def barrier(self) -> None:
-        if self._state.world.process_count > 1:
-            multihost_utils.sync_global_devices(f"dualmesh barrier of {self._state.label}")
+        self._gathered("host.barrier", None, "world", None)
 
     def broadcast(self, value: Any, axis: Axis, *, src: int) -> Any:
-        return self._copies("host.broadcast", value, axis)[src]
+        return self._gathered("host.broadcast", value, axis, src)[src]
 
     def all_gather(self, value: Any, axis: Axis) -> list[Any]:
-        return self._copies("host.all_gather", value, axis)
+        return self._gathered("host.all_gather", value, axis, None)
 
-    def _copies(self, where: str, value: Any, axis: Axis) -> list[Any]:
-        if self._state.local_ranks != self._state.members:
-            raise BackendError(
-                f"{where}: {self._state.label} spans several JAX processes, between which dualmesh moves no Python "
-                f"objects yet. Use jax.experimental.multihost_utils, or keep the state in one process.",
-                state=self._state,
-            )
-        sent = pickle.dumps(value)
-        return [pickle.loads(sent) for _ in range(self._state.size(axis))]
+    def _gathered(self, where: str, value: Any, axis: Axis, src: int | None) -> list[Any]:
+        """Return the objects of all indices, or, where one is the source, at least its object."""
+        speakers = self._speakers(where, axis)
+        processes = sorted(set(speakers))
+        if len(processes) == 1:
+            sent = pickle.dumps(value)
+            return [pickle.loads(sent) for _ in speakers]
+        store = self._state.store
+        if store is None:
+            raise BackendError(NO_STORE.format(where=where, label=self._state.label, version=jax.__version__))
+        speaks = src is None or speakers[src] == store.process
+        said = store.exchanged(where, processes, pickle.dumps(value if speaks else None))
+        return [pickle.loads(said[process]) for process in speakers]
+
+    def _speakers(self, where: str, axis: Axis) -> tuple[int, ...]:
+        """Return the process of every index along the axis in this process' group."""
+        state, mine = self._state, self._state.local_ranks
+        groups = {tuple(state.process_of[rank] for rank in state.ranks(axis, own)) for own in mine}
+        if len(groups) > 1:
+            shown = "; ".join(listed(group) for group in sorted(groups))
+            text = SEVERAL_GROUPS.format(where=where, axis=axis, label=state.label, ranks=listed(mine), groups=shown)
+            raise RankError(text, axis=axis, ranks=mine)
+        return groups.pop()

@@ -1,6 +1,7 @@
 """JAX names that are not public; each is guarded and says what happens where it is missing."""
 
 from collections.abc import Callable
+from typing import Any
 
 _is_initialized: Callable[[], bool] | None
 try:
@@ -10,7 +11,26 @@ try:
 except ImportError:  # another JAX: a world that the user started is adopted when dualmesh is asked to start one
     _is_initialized = None
 
+_runtime: Any
+try:
+    # The store in which the processes met has no public face. Retired by one
+    # (https://github.com/jax-ml/jax/blob/main/jax/_src/distributed.py).
+    from jax._src.distributed import global_state as _runtime
+except ImportError:  # another JAX: processes do not compare states first, and exchange no Python objects
+    _runtime = None
+
+_STORE_METHODS = (
+    *("key_value_increment", "key_value_set", "key_value_try_get", "blocking_key_value_get", "key_value_delete"),
+    *("key_value_set_bytes", "key_value_dir_get", "key_value_dir_get_bytes", "wait_at_barrier"),
+)
+
 
 def backend_is_initialized() -> bool:
     """Tell whether JAX has started its backend; False where it cannot be told. *Local*; starts nothing."""
     return _is_initialized is not None and bool(_is_initialized())
+
+
+def store_client() -> Any | None:
+    """Return the client of the store in which JAX's processes met, or None where there is none. *Local.*"""
+    client = getattr(_runtime, "client", None)
+    return client if all(hasattr(client, name) for name in _STORE_METHODS) else None

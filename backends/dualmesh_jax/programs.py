@@ -7,7 +7,9 @@ Per-rank collectives are in `collectives`, layouts of arrays in `arrays`, contai
 # jax leaves some of its public functions unannotated.
 
 import functools
+from collections import ChainMap
 from collections.abc import Callable
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +24,7 @@ from dualmesh.programs import warn_of_forgotten
 from dualmesh.scope import current_scope
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
-from dualmesh_jax.arrays import is_staging
+from dualmesh_jax.arrays import is_staging, laid_out
 from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
 
@@ -206,7 +208,7 @@ class Lifted:
     def _placed(self, spec: P, x: Any) -> Any:
         if not isinstance(x, np.ndarray | np.generic):
             return x
-        return jax.device_put(x, self._fitted("shard_map", x, spec))
+        return laid_out("shard_map", x, self._fitted("shard_map", x, spec))
 
     def _note_forgotten(self, forgotten: list[tuple[P, Any, list[str]]]) -> Callable[[P, Any], None]:
         """Return what notes each argument that is split over axes which its spec leaves out."""
@@ -227,15 +229,20 @@ class Lifted:
         self._fitted("shard_map", x, spec)
 
     def _check_equal(self, spec: P, x: Any) -> None:
-        """Compare the shards that the spec declares equal, bit for bit."""
+        """Compare the shards that the spec declares equal, bit for bit; other processes send hashes of theirs."""
         if isinstance(x, jax.core.Tracer):
             raise ArgumentError(TRACED_CHECK)
-        ranks = dict(zip(self._state.shared.devices, self._state.members, strict=True))
+        state = self._state
+        ranks = dict(zip(state.shared.devices, state.members, strict=True))
+        mine = {
+            ranks[shard.device]: (repr(shard.index), sha256(np.asarray(shard.data).tobytes()).digest())
+            for shard in x.addressable_shards
+        }
+        said = mine if x.is_fully_addressable else dict(ChainMap(*state.host.all_gather(mine, "world")))
         first: dict[str, tuple[int, bytes]] = {}
-        for shard in sorted(x.addressable_shards, key=lambda shard: ranks[shard.device]):
-            rank, bits = ranks[shard.device], np.asarray(shard.data).tobytes()
-            other, expected = first.setdefault(repr(shard.index), (rank, bits))
-            if bits != expected:
+        for rank, (part, digest) in sorted(said.items()):
+            other, expected = first.setdefault(part, (rank, digest))
+            if digest != expected:
                 raise ShardingError(
                     f"shard_map: {spec!r} declares the result equal on ranks {other} and {rank}, but it differs. "
                     f"Reduce it over the axes that out_specs leaves out, or name them there.",
@@ -244,16 +251,17 @@ class Lifted:
                 )
 
     def _check_devices(self, args: Any, cause: ValueError) -> None:
-        """Say it in dualmesh's words when an argument lies on other devices."""
-        ours = set(self._state.shared.devices)
+        """Say it in dualmesh's words when an argument lies on other devices, or on these in another order."""
+        ours = self._state.shared.devices
         for leaf in jax.tree.leaves(args):
             if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
                 continue
-            if leaf.sharding.device_set != ours:
+            theirs = tuple(leaf.sharding.devices_indices_map(leaf.shape))
+            if theirs != ours:
+                order = ", in this order" if set(theirs) == set(ours) else ""
                 raise ShardingError(
-                    f"shard_map: an argument of shape {leaf.shape} lies on {listed(leaf.sharding.device_set)}, but "
-                    f"{self._state.label} is over {listed(self._state.shared.devices)}. Read it with dm.to_numpy and "
-                    f"distribute it anew.",
+                    f"shard_map: an argument of shape {leaf.shape} lies on {listed(theirs)}{order}, but "
+                    f"{self._state.label} is over {listed(ours)}. Move it first, with dm.distribute(x, spec).",
                     state=self._state,
                 ) from cause
 

@@ -22,6 +22,7 @@ from dualmesh_jax.keys import give_key
 from dualmesh_jax.lines import Line
 from dualmesh_jax.meshes import SharedMesh, mesh_of
 from dualmesh_jax.programs import JaxPrograms
+from dualmesh_jax.store import JaxStore
 
 LEFT_OUT = (
     "axis {axis!r} of {label} leaves out rank {rank} of the state. In JAX one program runs as all ranks of a state: "
@@ -35,9 +36,12 @@ class JaxState(ParallelState):
     backend = "jax"
     arrays: JaxArrays
 
-    def __init__(self, plan: StatePlan, world: World, shared: SharedMesh) -> None:
+    def __init__(self, plan: StatePlan, world: World, shared: SharedMesh, store: JaxStore | None) -> None:
         super().__init__(plan, world)
         self.shared = shared
+        self.store = store
+        devices = zip(shared.order, shared.devices, strict=True)
+        self.process_of: dict[int, int] = {rank: device.process_index for rank, device in devices}
         self.key = give_key(self, shared.serial)
         self._native = AxisTable(self._native_for)
         self._lines = AxisTable(self._line_for)

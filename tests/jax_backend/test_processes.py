@@ -1,0 +1,219 @@
+"""Several processes: every operation on arrays that no process holds alone, against numpy."""
+
+import numpy as np
+import pytest
+
+import dualmesh as dm
+from dualmesh.errors import MembershipError, RankError, ShapeError, ShardingError
+from tests.contract import cases, runs
+from tests.contract.backends import agreed
+from tests.contract.test_collectives import check, expected, transposed
+from tests.jax_backend.processes import in_processes, processes
+
+WHOLE = np.arange(96.0).reshape(8, 12)
+LAYOUTS = {3: (2, 1), 4: (2, 2), 8: (2, 2, 2, 2)}
+
+
+def ranks_of_processes():
+    import jax
+
+    with dm.session("jax") as session:
+        state = dm.init_parallel_state(dp_size=session.world_size)
+        ids = [device.id for device in state.mesh.devices.flat]
+        return session.world_size, state.local_ranks, ids == sorted(ids), ids[-1], jax.process_index()
+
+
+@pytest.mark.parametrize("devices", [(2, 2), (2, 1), (2, 2, 2, 2)])
+def test_ranks_are_ordered_by_process_and_position_whatever_the_ids(devices):
+    first = 0
+    for process, (size, mine, _, last, index) in enumerate(processes(ranks_of_processes, devices=devices)):
+        assert (size, index) == (sum(devices), process)
+        assert mine == tuple(range(first, first + devices[process]))
+        assert last >= 2048, "ids of several processes are not contiguous, so they are no ranks"
+        first += devices[process]
+
+
+def some_cases(world):
+    """Verbs over one axis, two axes against grid order, and all ranks: a sample, since these runs share the machine."""
+    axes = ["a", "world", *([("b", "a")] if world != 3 else [])]
+    found = [case for case in cases.grid(world) if case.axis in axes and case.memory == "contiguous"]
+    return found[:: 2 if world < 8 else 5]
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_every_collective_gives_what_its_definition_gives(world):
+    some = some_cases(world)
+    found = agreed(processes(runs.collectives, world, some, devices=LAYOUTS[world], timeout_s=240))
+    check({case: expected(world, case) for case in some}, found, rtol=1e-13)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_every_gradient_is_the_exact_transpose(world):
+    some = [case for case in some_cases(world) if case.has_gradient][::4]
+    shapes = {case: expected(world, case).shape for case in some}
+    found = agreed(processes(runs.gradients, world, some, shapes, devices=LAYOUTS[world], timeout_s=240))
+    check({case: transposed(world, case, shapes[case]) for case in some}, found, rtol=1e-12)
+
+
+@in_processes(2, 2)
+def test_arrays_are_laid_out_moved_and_read_back():
+    import jax
+
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}))
+    for spec in (dm.P("a", "b"), dm.P(("b", "a")), dm.P(None, "b"), dm.P()):
+        for given in (WHOLE, WHOLE.astype(np.int64), dm.distribute(WHOLE, dm.P("b"))):
+            x = dm.distribute(given, spec)
+            assert x.sharding.is_equivalent_to(state.sharding(spec), 2)
+            np.testing.assert_array_equal(dm.to_numpy(x), WHOLE)
+            for shard in x.addressable_shards:
+                rank = state.shared.devices.index(shard.device)
+                mine = WHOLE[dm.local_slices(spec, WHOLE.shape, rank)]
+                np.testing.assert_array_equal(np.asarray(shard.data), mine)
+    moved = dm.constrain(x, dm.P("b", "a"))
+    doubled = jax.jit(lambda x: dm.constrain(2 * x, dm.P("a")))(moved)
+    assert doubled.sharding.is_equivalent_to(state.sharding(dm.P("a")), 2)
+    np.testing.assert_array_equal(dm.to_numpy(doubled), 2 * WHOLE)
+
+
+@in_processes(2, 2)
+def test_lifted_functions_and_gradients_are_those_of_one_process():
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2, "tp": 2}, roles={"loss": ("dp",)}))
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(8, 6)), rng.normal(size=(6, 4))
+
+    def loss(x, w):
+        y = dm.ops.all_reduce(x @ w, "tp")
+        objective, _ = dm.token_mean((y**2).sum(), len(y))
+        return dm.ops.all_reduce(objective, "dp")
+
+    lifted = dm.shard_map(loss, (dm.P("dp", "tp"), dm.P("tp")), dm.P(), check_replicated=True)
+    assert float(lifted(x, w)) == pytest.approx(((x @ w) ** 2).sum() / 8)
+    unchecked = dm.shard_map(loss, (dm.P("dp", "tp"), dm.P("tp")), dm.P())
+    given = dm.distribute(x, dm.P("dp", "tp")), dm.distribute(w, dm.P("tp"))
+    for run in (dm.value_and_grad(unchecked, (0, 1)), jax.jit(jax.value_and_grad(unchecked, (0, 1)))):
+        value, gradients = run(*given)
+        assert float(value) == pytest.approx(((x @ w) ** 2).sum() / 8)
+        for got, wanted, source in zip(gradients, (x @ w @ w.T / 4, x.T @ x @ w / 4), given, strict=True):
+            np.testing.assert_allclose(dm.to_numpy(got), wanted, rtol=1e-10)
+            assert got.sharding.is_equivalent_to(source.sharding, 2)
+
+
+@in_processes(2, 2)
+def test_a_result_declared_replicated_is_compared_across_processes():
+    dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}))
+    right = dm.shard_map(lambda x: dm.ops.all_reduce(x, "a"), dm.P("a"), dm.P(), check_replicated=True)
+    np.testing.assert_array_equal(dm.to_numpy(right(WHOLE)), WHOLE[:4] + WHOLE[4:])
+    wrong = dm.shard_map(lambda x: x, dm.P("a"), dm.P(), check_replicated=True)
+    with pytest.raises(ShardingError, match="equal on ranks 0 and 2, but it differs"):
+        wrong(WHOLE)
+
+
+@in_processes(2, 2)
+def test_each_process_loads_its_slice_and_ranks_of_one_data_index_the_same():
+    import jax
+
+    dm.init_parallel_states(
+        {
+            "rows": dm.TopologySpec({"dp": 2, "tp": 2}),
+            "columns": dm.TopologySpec({"tp": 2, "dp": 2}),
+            "all": dm.TopologySpec({"dp": 4}),
+        }
+    )
+    process = jax.process_index()
+    expected = {
+        "rows": slice(4 * process, 4 * process + 4),
+        "columns": slice(0, 8),
+        "all": slice(4 * process, 4 * process + 4),
+    }
+    for name, rows in expected.items():
+        with dm.use_parallel_state(name):
+            mine = dm.local_slices(dm.P("dp"), WHOLE.shape)
+            assert mine == (rows, slice(0, 12))
+            made = dm.shard_local(WHOLE[mine], dm.P("dp"), check=True)
+            np.testing.assert_array_equal(dm.to_numpy(made), WHOLE)
+    with dm.use_parallel_state("columns"):
+        with pytest.raises(ShardingError, match=r"ranks 0 and 2 both hold the slice \[\(0, 4\), \(0, 12\)\]"):
+            dm.shard_local(WHOLE + process, dm.P("dp"), check=True)
+        with pytest.raises(ShapeError, match=r"block of shape \(7, 12\): dim 0 has size 7.*2 blocks"):
+            dm.shard_local(WHOLE[:7], dm.P("dp"))
+
+
+@in_processes(2, 1)
+def test_processes_of_two_ranks_and_of_one_build_one_array():
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 3}))
+    whole = np.arange(9 * 2.0).reshape(9, 2)
+    mine = dm.local_slices(dm.P("dp"), whole.shape)
+    assert mine[0] == (slice(0, 6), slice(6, 9))[jax.process_index()]
+    made = dm.shard_local(whole[mine], dm.P("dp"), check=True)
+    np.testing.assert_array_equal(dm.to_numpy(made), whole)
+    dm.host.barrier()
+    assert dm.host.all_gather(jax.process_index()) == [0, 0, 1]
+
+
+@in_processes(2, 2)
+def test_objects_travel_between_processes_in_index_order():
+    import jax
+
+    process = jax.process_index()
+    states = {"rows": dm.TopologySpec({"dp": 2, "tp": 2}), "columns": dm.TopologySpec({"tp": 2, "dp": 2})}
+    dm.init_parallel_states(states, default="rows")
+    big = {"process": process, "bytes": bytes([process]) * 3_000_000}
+    for _ in range(4):
+        assert dm.host.all_gather(big, "dp")[1] == {"process": 1, "bytes": bytes([1]) * 3_000_000}
+        assert [found["process"] for found in dm.host.all_gather(big)] == [0, 0, 1, 1]
+        assert dm.host.broadcast(process, "dp", src=1) == 1
+        assert dm.host.broadcast(process, "world", src=1) == 0
+        assert dm.host.all_gather(process, "tp") == [process, process]
+        dm.host.barrier()
+    spec = dm.GroupSpec({"pair": dm.RankGroups([[0, 2], [3, 1]])})
+    crossed = dm.init_parallel_state(spec=spec, name="crossed")
+    with pytest.raises(
+        RankError, match=r"ranks \d, \d of this process lie in groups of different processes \(0, 1; 1, 0\)"
+    ):
+        dm.host.all_gather(process, "pair", state=crossed)
+
+
+@in_processes(2, 2)
+def test_plain_numbers_are_reduced_outside_shard_map_for_metrics():
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2, "tp": 2}))
+    seconds = 1.5 + jax.process_index()
+    assert dm.ops.all_reduce(seconds, "dp") == 4.0
+    assert dm.ops.all_reduce(seconds, "dp", "mean") == 2.0
+    assert dm.ops.all_reduce(np.float32(seconds), "dp", "max") == 2.5
+    assert dm.ops.all_reduce(jax.process_index() + 1, "world", "min") == 1
+    assert dm.ops.all_reduce(jax.process_index() + 1, "world") == 6, "each rank counts, not each process"
+    assert dm.ops.broadcast(seconds, "dp", src=1) == 2.5
+
+
+@in_processes(2, 2)
+def test_states_over_the_ranks_of_one_process_each_work_side_by_side():
+    import jax
+
+    process = jax.process_index()
+    left = dm.init_parallel_state(spec=dm.TopologySpec({"tp": 2}), ranks=(1, 0), name="left")
+    right = dm.init_parallel_state(spec=dm.TopologySpec({"tp": 2}), ranks=(2, 3), name="right")
+    mine, other = (left, right) if process == 0 else (right, left)
+    with dm.use_parallel_state(mine):
+        total = dm.shard_map(lambda x: dm.ops.all_reduce(x, "tp"), dm.P("tp"), dm.P())
+        np.testing.assert_array_equal(dm.to_numpy(total(WHOLE + process)), WHOLE[:4] + WHOLE[4:] + 2 * process)
+        assert dm.host.all_gather(process, "tp") == [process, process]
+    with pytest.raises(MembershipError, match="no member of State"):
+        dm.distribute(WHOLE, dm.P("tp"), state=other)
+
+
+@in_processes(2, 2)
+def test_states_can_be_cleared_and_made_anew():
+    lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P())
+    for size in (4, 2, 4):
+        first = dm.init_parallel_state(dp_size=size, tp_size=4 // size)
+        assert dm.to_numpy(lifted(np.ones(4))).tolist() == [size] * (4 // size)
+        assert dm.host.all_gather(size) == [size] * 4
+        dm.clear_parallel_state()
+        with pytest.raises(dm.StaleStateError):
+            first.mesh  # noqa: B018
