@@ -6,9 +6,9 @@ rank 0. New code asks the state by axis name.
 
 from typing import Any
 
-from dualmesh.errors import ArgumentError, listed
+from dualmesh.errors import ArgumentError
 from dualmesh.scope import get_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.sequence.native_groups import found
 
 
 def get_data_parallel_group() -> Any:
@@ -32,14 +32,19 @@ def get_ulysses_sequence_parallel_group() -> Any:
 
 
 def get_ulysses_sequence_parallel_rank(group: Any = None) -> Any:
-    """Return this rank's index along ulysses, or in a group of the ambient state. *Pure.*"""
-    return _rank("ulysses") if group is None else get_parallel_state().index(_axis_of(group))
+    """Return this rank's index along ulysses, or in a group of a registered state. *Pure.*"""
+    if group is None:
+        return _rank("ulysses")
+    state, axis = found(group)
+    return state.index(axis)
 
 
 def get_ulysses_sequence_parallel_world_size(group: Any = None) -> int:
-    """Return the size of ulysses, or of a group of the ambient state. *Pure.*"""
-    state = get_parallel_state()
-    return state.ulysses_size if group is None else state.size(_axis_of(group))
+    """Return the size of ulysses, or of a group of a registered state. *Pure.*"""
+    if group is None:
+        return get_parallel_state().ulysses_size
+    state, axis = found(group)
+    return state.size(axis)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> Any:
@@ -97,15 +102,3 @@ def _rank(name: str) -> Any:
     """Return what the attribute says, 0 where it says that the axis is disabled."""
     state = get_parallel_state()
     return getattr(state, f"{name}_rank") if getattr(state, f"{name}_enabled") else 0
-
-
-def _axis_of(group: Any) -> str:
-    """Return an axis of the ambient state that a native group belongs to."""
-    state: ParallelState = get_parallel_state()
-    for name in state.axis_names:
-        if state.group(name) == group:
-            return name
-    raise ArgumentError(
-        f"{group!r} is no group of {state.label}. Its axes: {listed(state.axis_names)}. Give state.group(axis).",
-        group=group,
-    )

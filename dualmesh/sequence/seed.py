@@ -1,19 +1,20 @@
 """The seed's sequence-parallel functions under their own names, arguments and gradients.
 
 New code uses `blocks` and `ulysses`, whose gradients are exact transposes; here each gradient is what the seed's
-callers count on. `group` is an axis, a tuple of axes, or a native group of the ambient state.
+callers count on. `group` is an axis, a tuple of axes, or a native group of the ambient or another registered state.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 from dualmesh import ops
-from dualmesh.errors import ArgumentError, ShapeError, listed
+from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
 from dualmesh.resolution import positive
 from dualmesh.scope import get_parallel_state
 from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
+from dualmesh.sequence.native_groups import found, in_state_of_group, is_native
 from dualmesh.sequence.packed import gathered_lengths, joined_segments, own_segment
 from dualmesh.topology import Axis
 
@@ -49,6 +50,7 @@ def sp_pad_and_slice(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale
     return ops.take_block(sp_pad(tensor, dim, pad_value, pad_scale), "sp", dim)
 
 
+@in_state_of_group
 def slice_input_tensor(x: Any, dim: int, padding: bool = True, padding_value: float = 0, group: Any = None) -> Any:
     """Return my block of a sequence that every index holds whole. *Local.* Gradient: zeros outside the block.
 
@@ -62,6 +64,7 @@ def slice_input_tensor(x: Any, dim: int, padding: bool = True, padding_value: fl
     return ops.take_block(pad_sequence(x, dim, axis, value=padding_value) if padding else x, axis, dim)
 
 
+@in_state_of_group
 def slice_input_tensor_scale_grad(x: Any, dim: int, group: Any = None, scale_grad: bool = True) -> Any:
     """Return my block of a sequence that every index holds whole; the gradient is whole on every index.
 
@@ -76,6 +79,7 @@ def slice_input_tensor_scale_grad(x: Any, dim: int, group: Any = None, scale_gra
     return ops.take_block(x, axis, dim)
 
 
+@in_state_of_group
 def gather_outputs(
     x: Any,
     gather_dim: int,
@@ -131,6 +135,7 @@ def sp_take_own_seq(full: Any, dim: int, seg_lengths: Sequence[int], sp_rank: An
     return own_segment(full, dim, tuple(seg_lengths), sp_rank)
 
 
+@in_state_of_group
 def gather_seq_scatter_heads_qkv(
     qkv_tensor: Any,
     seq_dim: int,
@@ -165,6 +170,7 @@ def gather_seq_scatter_heads_qkv(
     return traded if not unpadded_dim_size else unpad_sequence(traded, seq_dim, unpadded_dim_size)
 
 
+@in_state_of_group
 def reduce_sequence_parallel_loss(loss: Any, num_valid_tokens: Any, group: Any = None) -> Any:
     """Return the mean over the tokens of all indices, of each index' mean; 0 where nobody has tokens. *Collective.*
 
@@ -186,17 +192,8 @@ def _axis(group: Any, default: str) -> Axis:
     """Return the axis that a seed's caller means."""
     if group is None:
         return default
-    state = get_parallel_state()
-    if isinstance(group, str) or (isinstance(group, tuple) and all(isinstance(name, str) for name in group)):
-        return group
-    found = [axis for axis in state.axis_names if state.group(axis) is group]
-    if not found:
-        raise ArgumentError(
-            f"sequence: group={group!r} is no group of {state.label}. Give an axis ({listed(state.axis_names)}), a "
-            f"tuple of axes, or what state.group(axis) returns.",
-            group=group,
-        )
-    return found[0]
+    axis: Axis = found(group)[1] if is_native(group) else group
+    return axis
 
 
 def _scaled(x: Any, factor: float) -> Any:

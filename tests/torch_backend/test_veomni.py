@@ -1,0 +1,263 @@
+"""The seed's names, from `dualmesh_torch.veomni`: every one with numbers, and a module that is written for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import dualmesh as dm
+from tests.worlds import torch_world
+
+PARALLEL_STATE = """ParallelState clear_parallel_state get_parallel_state get_parallel_state_by_name init_parallel_state
+init_parallel_state_from_accelerator set_parallel_state use_parallel_state"""
+SEQUENCE_PARALLEL = """all_to_all_images divide_qkv_linear_bias divide_qkv_linear_weight gather_heads_scatter_seq
+gather_outputs gather_seq_scatter_heads get_context_parallel_group get_context_parallel_rank
+get_context_parallel_world_size get_data_parallel_group get_data_parallel_rank get_ulysses_sequence_parallel_group
+get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size get_unified_sequence_parallel_group
+get_unified_sequence_parallel_rank get_unified_sequence_parallel_world_size pad_tensor reduce_sequence_parallel_loss
+roll_with_sequence_parallel slice_input_tensor slice_input_tensor_scale_grad sp_pad sp_pad_and_slice unpad_tensor
+vlm_images_a2a_meta"""
+BESIDE = """all_to_all_tensor gather_seq_scatter_heads_qkv get_data_parallel_world_size is_context_parallel_initialized
+is_ulysses_sequence_parallel_initialized padding_tensor_for_seqeunce_parallel remove_last_rank_padding sp_gather_seqs
+sp_take_own_seq unpadding_tensor_for_seqeunce_parallel"""
+
+
+def names():
+    from dualmesh_torch import veomni
+
+    return sorted(veomni.__all__), [name for name in veomni.__all__ if not hasattr(veomni, name)]
+
+
+def test_the_seeds_public_names_are_there_and_no_others():
+    wanted = sorted(f"{PARALLEL_STATE} {SEQUENCE_PARALLEL} {BESIDE}".split())
+    assert torch_world(names, world_size=1) == [(wanted, [])]
+
+
+@pytest.mark.parametrize("length", [8, 7])
+def test_a_module_written_for_the_seed_runs_split_and_whole(length):
+    from tests.torch_backend import seed_module
+
+    assert torch_world(_module, seed_module.__name__, length, world_size=4) == [True] * 4
+
+
+def _module(name, length):
+    import importlib
+
+    return importlib.import_module(name).main(length)
+
+
+def registered():
+    from dualmesh_torch import veomni
+
+    found = {}
+    unnamed = veomni.init_parallel_state(dp_size=4, name=None)
+    other = veomni.init_parallel_state(dp_size=2, tp_size=2, name=None)
+    try:
+        veomni.get_parallel_state_by_name("base")
+    except ValueError as error:
+        found["base"] = "is not registered" in str(error)
+    found["ambient"] = veomni.get_parallel_state() is unnamed and other is not unnamed
+    found["adopted"] = veomni.init_parallel_state(4, name="base") is unnamed
+    settings = SimpleNamespace(
+        **{"dp_size": 2, "dp_replicate_size": 1, "dp_shard_size": 2, "tp_size": 1, "pp_size": 1, "cp_size": 1},
+        **{"ulysses_size": 2, "extra_parallel_sizes": [2], "extra_parallel_placement_innermost": [False]},
+        **{"extra_parallel_names": ["ep"], "fsdp_config": SimpleNamespace(fsdp_mode="ddp"), "enable_async": True},
+    )
+    talker = veomni.init_parallel_state_from_accelerator(settings, "talker")
+    found["settings"] = (talker.dp_size, talker.sp_size, talker.ep_size, talker.dp_mode, talker.async_enabled)
+    with veomni.use_parallel_state("talker"):
+        try:
+            veomni.set_parallel_state(unnamed)
+        except dm.DualmeshError as error:
+            found["inside"] = "'talker' is open" in str(error)
+    found["set"] = veomni.set_parallel_state(talker) is unnamed and veomni.get_parallel_state() is talker
+    return found
+
+
+def test_states_are_registered_set_and_read_from_settings():
+    for found in torch_world(registered, world_size=4):
+        assert found == {
+            "base": True,
+            "ambient": True,
+            "adopted": True,
+            "settings": (2, 2, 2, "ddp", True),
+            "inside": True,
+            "set": True,
+        }
+
+
+def traded(given):
+    """Return what the functions make of this rank's part of known arrays, forward and backward."""
+    import torch
+
+    from dualmesh_torch import veomni
+
+    state = dm.init_parallel_state(dp_size=2, ulysses_size=2, name="thinker")
+    dm.init_parallel_state(dp_size=4, name="talker")
+    group = {"none": None, "native": state.ulysses_group, "axis": "ulysses", "foreign": state.ulysses_group}[given]
+    rank, dp = state.index("ulysses"), state.index("dp")
+    whole = torch.arange(96.0, dtype=torch.float64).reshape(2, 6, 4, 2)[:, :, :, :] + 1000 * dp
+    found = {}
+    with dm.use_parallel_state("talker" if given == "foreign" else "thinker"):
+        x = whole[:, 3 * rank : 3 * rank + 3].clone().requires_grad_()
+        heads = veomni.gather_seq_scatter_heads(x, 1, 2, 5, group)
+        found["heads"] = heads.detach().numpy()
+        back = veomni.gather_heads_scatter_seq(heads, 2, 1, group)
+        found["back"] = back.detach().numpy()
+        back.backward(torch.full_like(back, rank + 1.0))
+        found["gradient"] = x.grad.numpy()
+        plain = x.detach()
+        found["exchanged"] = veomni.all_to_all_tensor(plain, 2, 1, group).numpy()
+        found["waited"] = veomni.all_to_all_tensor(plain, 2, 1, group, async_op=True)().numpy()
+        found["rolled"] = veomni.roll_with_sequence_parallel(plain, 2, 1, group).numpy()
+        padded = veomni.padding_tensor_for_seqeunce_parallel(whole[:, :5], 1, group)
+        found["padded"] = padded.numpy()
+        found["unpadded"] = veomni.unpadding_tensor_for_seqeunce_parallel(padded, 1, 5, group).numpy()
+        found["own"] = veomni.remove_last_rank_padding(padded[:, 3 * rank : 3 * rank + 3], 1, 4, group).numpy()
+        found["asked"] = (
+            veomni.get_ulysses_sequence_parallel_rank(group) if given != "axis" else rank,
+            veomni.get_ulysses_sequence_parallel_world_size(group) if given != "axis" else 2,
+        )
+    return found
+
+
+@pytest.mark.parametrize("given", ["none", "native", "axis", "foreign"])
+def test_sequences_and_heads_are_traded_over_the_group_meant(given):
+    for place, found in enumerate(torch_world(traded, given, world_size=4)):
+        rank, dp = place % 2, place // 2
+        whole = np.arange(96.0).reshape(2, 6, 4, 2) + 1000 * dp
+        block, heads = slice(3 * rank, 3 * rank + 3), slice(2 * rank, 2 * rank + 2)
+        cut = np.concatenate([whole[:, :5], np.zeros_like(whole[:, :1])], axis=1)
+        # The last position is cut and comes back as zeros, so that its gradient is zero.
+        gradient = np.full((2, 3, 4, 2), rank + 1.0) * (np.arange(3 * rank, 3 * rank + 3) < 5)[:, None, None]
+        expected = {
+            "heads": whole[:, :5, heads],
+            "back": cut[:, block],
+            "gradient": gradient,
+            "exchanged": whole[:, :, heads],
+            "waited": whole[:, :, heads],
+            "rolled": np.roll(whole, 2, axis=1)[:, block],
+            "padded": cut,
+            "unpadded": whole[:, :5],
+            "own": whole[:, block.start : min(block.stop, 4)],
+            "asked": (rank, 2),
+        }
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def shared(layout, scale):
+    """Return gradients of a gather and of another branch that shares its cotangent."""
+    import torch
+
+    from dualmesh_torch import veomni
+
+    state = dm.init_parallel_state(dp_size=1, ulysses_size=2)
+    rank = state.index("ulysses")
+    local = torch.full((2, 3), float(rank), requires_grad=True)
+    gathered = veomni.gather_outputs(local, 0, scale_grad=scale, group=state.ulysses_group)
+    values = torch.arange(1.0, 13.0).reshape(4, 3) + rank * 10
+    above = {
+        "contiguous": values,
+        "transposed": values.T.contiguous().T,
+        "narrowed": torch.nn.functional.pad(values, (1, 1))[:, 1:4],
+        "expanded": torch.tensor(rank + 1.0).expand(4, 3),
+    }[layout]
+    bias = torch.zeros_like(gathered, requires_grad=True)
+    gradients = torch.autograd.grad(gathered + bias, (local, bias), grad_outputs=above)
+    return [one.numpy() for one in (*gradients, above)]
+
+
+@pytest.mark.parametrize("scale", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "narrowed", "expanded"])
+def test_a_gathers_backward_changes_no_gradient_that_others_share(layout, scale):
+    found = torch_world(shared, layout, scale, world_size=2)
+    above = [np.arange(1.0, 13.0).reshape(4, 3) + rank * 10 for rank in range(2)]
+    if layout == "expanded":
+        above = [np.full((4, 3), rank + 1.0) for rank in range(2)]
+    for rank, (local, bias, left) in enumerate(found):
+        np.testing.assert_array_equal(local, sum(above)[2 * rank : 2 * rank + 2] * (2 if scale else 1))
+        np.testing.assert_array_equal(bias, above[rank])
+        np.testing.assert_array_equal(left, above[rank])
+
+
+LENGTHS = [3, 1, 4, 2, 2]
+MASK = np.array([[1, 1, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1]])
+
+
+def images():
+    """Encode images in equal runs, send them to the ranks that hold their tokens, and back-propagate."""
+    import torch
+
+    from dualmesh_torch import veomni
+
+    state = dm.init_parallel_state(dp_size=1, ulysses_size=4)
+    rank = state.index("ulysses")
+    rows = np.split(np.arange(12.0), np.cumsum(LENGTHS)[:-1])[2 * rank : 2 * rank + 2]
+    own = torch.from_numpy(np.concatenate([np.zeros(0), *rows]))[:, None].requires_grad_()
+    send, receive, mask = veomni.vlm_images_a2a_meta(rank, 4, LENGTHS, torch.from_numpy(MASK))
+    moved = veomni.all_to_all_images(own, send, receive)
+    (moved * (rank + 1)).sum().backward()
+    bad = None
+    try:
+        veomni.vlm_images_a2a_meta(rank, 4, [1, 2], torch.from_numpy(MASK))
+    except dm.DualmeshError as error:
+        bad = "add up to 3, but image_masks marks 12" in str(error)
+    untouched = veomni.all_to_all_images(own, [], []) is own
+    return moved.detach().numpy()[:, 0], own.grad.numpy()[:, 0], mask.numpy(), untouched and bad
+
+
+def test_image_embeddings_go_to_the_ranks_that_hold_their_tokens():
+    found = torch_world(images, world_size=4)
+    parts = [MASK[:, 2 * rank : 2 * rank + 2] for rank in range(4)]
+    held = np.split(np.arange(12.0), np.cumsum([part.sum() for part in parts])[:-1])
+    owner = np.repeat(np.arange(4), [part.sum() for part in parts])
+    encoded = np.split(np.arange(12), np.cumsum([4, 6, 2])[:3])
+    for rank, (moved, gradient, mask, rest) in enumerate(found):
+        np.testing.assert_array_equal(moved, held[rank])
+        np.testing.assert_array_equal(gradient, owner[encoded[rank]] + 1.0)
+        np.testing.assert_array_equal(mask, parts[rank])
+        assert rest
+
+
+def parts():
+    import torch
+
+    from dualmesh_torch import veomni
+
+    weight, bias = torch.arange(12.0).reshape(6, 2), torch.arange(6.0)
+    state = dm.init_parallel_state(dp_size=1, ulysses_size=2)
+    rank = state.index("ulysses")
+    loss = torch.tensor(float(2 + rank), requires_grad=True)
+    mean = veomni.reduce_sequence_parallel_loss(loss, torch.tensor(3 - 2 * rank))
+    mean.backward()
+    qkv = torch.arange(24.0).reshape(2, 12)[rank : rank + 1]
+    return {
+        "weight": [one.tolist() for one in veomni.divide_qkv_linear_weight(weight, 0)],
+        "bias": [one.tolist() for one in veomni.divide_qkv_linear_bias(bias, 0)],
+        "no bias": veomni.divide_qkv_linear_bias(None, 0),
+        "loss": (mean.item(), loss.grad.item()),
+        "qkv": veomni.gather_seq_scatter_heads_qkv(qkv, 0).tolist(),
+        "sliced": veomni.slice_input_tensor_scale_grad(torch.arange(4.0), 0).tolist(),
+        "padded": veomni.sp_pad_and_slice(torch.arange(3.0), pad_value=9).tolist(),
+        "scaled": veomni.sp_pad(torch.arange(3.0), pad_scale=4).tolist(),
+        "packed": [one if isinstance(one, int) else list(one) for one in veomni.sp_gather_seqs(qkv[0, : 1 + rank], 0)],
+        "taken": veomni.sp_take_own_seq(torch.arange(3.0), 0, [1, 2], rank).tolist(),
+    }
+
+
+def test_the_smaller_functions_keep_the_seeds_numbers():
+    for rank, found in enumerate(torch_world(parts, world_size=2)):
+        lower = [[0, 1], [2, 3]]
+        assert found["weight"] == [lower, (np.array(lower) + 4).tolist(), (np.array(lower) + 8).tolist()]
+        assert found["bias"] == [[0, 1], [2, 3], [4, 5]]
+        assert found["no bias"] == (None, None, None)
+        assert found["loss"] == (2.25, [0.75, 0.25][rank])
+        columns = np.array([0, 1, 4, 5, 8, 9]) + 2 * rank
+        assert found["qkv"] == [columns.tolist(), (columns + 12).tolist()]
+        assert found["sliced"] == [2 * rank, 2 * rank + 1]
+        assert found["padded"] == [[0, 1], [2, 9]][rank]
+        assert found["scaled"] == [0, 1, 2, 0, 0, 0, 0, 0]
+        assert found["packed"] == [[0, 12, 13], [1, 2], rank]
+        assert found["taken"] == [[0], [1, 2]][rank]
