@@ -78,6 +78,10 @@ class BackendImportError(DualmeshError, ImportError):
     """A backend that is not installed or does not import."""
 
 
+class MissingPackageError(DualmeshError, ImportError):
+    """An optional package that is not installed."""
+
+
 class ArgumentError(DualmeshError, ValueError):
     """An argument outside what the function allows."""
 
@@ -112,6 +116,22 @@ class AgreementError(DualmeshError, RuntimeError):
 
 class GroupTimeoutError(DualmeshError, TimeoutError):
     """A wait for other ranks that ran out."""
+
+
+class WorkerError(DualmeshError, RuntimeError):
+    """A worker process of `dualmesh.testing` raised, died or did not answer; `errors` maps worker to exception."""
+
+
+class DifferenceError(DualmeshError, AssertionError):
+    """Two runs that should compute the same do not; `differences` lists what differs, first one first."""
+
+
+class RecordingError(DualmeshError, ValueError):
+    """A recording that is missing, incomplete, of another format, or already there."""
+
+
+class NonFiniteError(DualmeshError, RuntimeError):
+    """A norm that is NaN or infinite, where that is refused."""
 
 
 class StateWarning(UserWarning):

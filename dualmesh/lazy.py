@@ -1,6 +1,7 @@
 """Modules that are imported when first used, so that `import dualmesh` stays cheap.
 
-Only what is slow to import and not needed by all is named here: numpy, array-api-compat, importlib.metadata.
+Only what is slow to import and not needed by all is named here: numpy, array-api-compat, importlib.metadata, and
+cloudpickle, which only `dualmesh.testing` needs.
 """
 
 import importlib
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     import importlib.metadata as metadata
 
     import array_api_compat
+    import cloudpickle  # type: ignore[import-untyped]
     import numpy as np
 else:
 
@@ -22,6 +24,7 @@ else:
 
     np = _LazyModule("numpy")
     array_api_compat = _LazyModule("array_api_compat")
+    cloudpickle = _LazyModule("cloudpickle")
     metadata = _LazyModule("importlib.metadata")
 
-__all__ = ["array_api_compat", "metadata", "np"]
+__all__ = ["array_api_compat", "cloudpickle", "metadata", "np"]

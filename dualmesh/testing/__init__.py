@@ -1,5 +1,40 @@
-"""What proves that two frameworks, or two topologies, compute the same thing."""
+"""What proves that two frameworks, or two topologies, compute the same thing.
 
+This face re-exports; each name is documented where it lives.
+"""
+
+from dualmesh.testing.comparison import compare_places
+from dualmesh.testing.differences import Difference, difference
+from dualmesh.testing.instruments import Held, Instruments
 from dualmesh.testing.noise import counter_noise
+from dualmesh.testing.places import PLACES, Place, jax_place, place_of, run_on
+from dualmesh.testing.pools import Pool
+from dualmesh.testing.recorder import record, replay
+from dualmesh.testing.recordings import Recording, compare_recordings, load
+from dualmesh.testing.sharded import assert_sharded_as
+from dualmesh.testing.taps import tap
+from dualmesh.testing.topologies import absl_cases, splits
 
-__all__ = ["counter_noise"]
+__all__ = [
+    "PLACES",
+    "Difference",
+    "Held",
+    "Instruments",
+    "Place",
+    "Pool",
+    "Recording",
+    "absl_cases",
+    "assert_sharded_as",
+    "compare_places",
+    "compare_recordings",
+    "counter_noise",
+    "difference",
+    "jax_place",
+    "load",
+    "place_of",
+    "record",
+    "replay",
+    "run_on",
+    "splits",
+    "tap",
+]

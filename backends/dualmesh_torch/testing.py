@@ -1,0 +1,64 @@
+"""What tests look into on torch: shards of DTensors, blocks and their gradients as they pass, groups left behind.
+
+The kit that uses it is `dualmesh.testing`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from dualmesh.errors import ShardingError
+from dualmesh.state import ParallelState
+from dualmesh.testing import instruments
+
+
+class Instruments(instruments.Instruments):
+    """DTensors, autograd hooks and process groups."""
+
+    def held(self, state: ParallelState, x: Any) -> list[instruments.Held]:
+        if not isinstance(x, DTensor):
+            raise ShardingError(f"found a {type(x).__qualname__}, which no rank shares. Give a DTensor.", found=type(x))
+        if any(isinstance(one, Partial) for one in x.placements):
+            raise ShardingError(f"found {x.placements}, a value still to be summed.", found=x.placements)
+        block = state.arrays.to_numpy(x.to_local())
+        return [instruments.Held(dist.get_rank(), tuple(_positions(x, dim) for dim in range(x.dim())), block)]
+
+    def watched(
+        self,
+        state: ParallelState,
+        x: Any,
+        value: Callable[[int, Any], None],
+        gradient: Callable[[], Callable[[int, Any], None]] | None,
+    ) -> Any:
+        rank = state.own_rank()
+        value(rank, state.arrays.to_numpy(x))
+        if gradient is None or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        ready = gradient
+
+        def passed(cotangent: torch.Tensor) -> None:
+            ready()(rank, state.arrays.to_numpy(cotangent))
+
+        passing = x.view_as(x)
+        passing.register_hook(passed)
+        return passing
+
+    def leave_together(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def leftovers(self) -> dict[str, object]:
+        return {"torch process groups": dist.is_initialized(), "torch default dtype": torch.get_default_dtype()}
+
+
+def _positions(x: DTensor, dim: int) -> tuple[int, ...]:
+    """Return which positions of a dim this rank holds: a numbered array is cut as `x` is."""
+    sizes = [1] * x.dim()
+    sizes[dim] = x.shape[dim]
+    numbers = torch.arange(x.shape[dim], device=x.device).reshape(sizes).expand(x.shape)
+    whole = DTensor.from_local(numbers, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
+    own = whole.redistribute(x.device_mesh, x.placements).to_local()
+    return tuple(own.movedim(dim, 0).flatten(1)[:, 0].tolist()) if own.numel() else ()

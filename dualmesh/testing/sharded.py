@@ -1,0 +1,91 @@
+"""Whether arrays really lie where a plan says: right values with lost shards are a failure.
+
+What a plan says is in `dualmesh.plan`; how a backend shows its shards, in `instruments`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dualmesh.errors import ArgumentError, ShardingError
+from dualmesh.partition_spec import P, is_spec, slices_of
+from dualmesh.paths import with_paths
+from dualmesh.plan import ShardingPlan
+from dualmesh.scope import get_parallel_state
+from dualmesh.state import ParallelState
+from dualmesh.testing.differences import Difference, refuse_differences
+from dualmesh.testing.instruments import Held, instruments_of
+from dualmesh.topology import Topology
+from dualmesh.tree import leaves, spec_tree
+
+
+def assert_sharded_as(
+    tree: Any, plan: Any, topology: Topology | None = None, *, state: ParallelState | None = None
+) -> None:
+    """Fail where a rank of this process holds other elements than a plan says. *Collective over the state.*
+
+    What is compared is what lies in each rank's memory (the DTensor's local part, the device's buffer), not what the
+    array claims. Each process checks its own ranks.
+
+    Args:
+        tree: Global arrays in nested dicts, lists, tuples.
+        plan: A `dm.ShardingPlan`, or a spec, or nested containers of specs (a prefix of the tree).
+        topology: The topology that the state must have; None: whichever it has.
+        state: The state that the arrays are over; None: the ambient one.
+
+    Raises:
+        DifferenceError: It names array, rank, dim, and the positions that were wanted and found.
+    """
+    owner = get_parallel_state() if state is None else state
+    if topology is not None and owner.topology != topology:
+        raise ArgumentError(
+            f"assert_sharded_as: {owner.label} is {owner.topology!r}, asked for {topology!r}. Give its own topology, "
+            f"or the state that has the other one (state=...).",
+            found=owner.topology,
+            asked=topology,
+        )
+    refuse_differences(f"assert_sharded_as on {owner.backend}", misplaced(tree, plan, owner))
+
+
+def misplaced(tree: Any, plan: Any, state: ParallelState) -> list[Difference]:
+    """Return what lies elsewhere than a plan says, in the order of the tree. *Collective over the state.*"""
+    specs = plan.specs(tree, state.topology) if isinstance(plan, ShardingPlan) else _specs(plan, tree)
+    pairs = zip(with_paths(tree), leaves(specs), strict=True)
+    return [one for (path, x), spec in pairs for one in _misplaced(path or "the array", x, spec, state)]
+
+
+def _specs(plan: Any, tree: Any) -> Any:
+    return spec_tree(plan if not is_spec(plan) else P.of(plan), tree, what="assert_sharded_as plan")
+
+
+def _misplaced(path: str, x: Any, spec: P, state: ParallelState) -> Iterator[Difference]:
+    places = (repr(spec), state.backend)
+    try:
+        held = {one.rank: one for one in instruments_of(state.backend).held(state, x)}
+    except ShardingError as error:
+        yield Difference(path, places, said=f"{spec!r} was wanted, {error}")
+        return
+    for rank in state.local_ranks:
+        cuts = slices_of(state.topology, spec, x.shape, state.grid_rank(rank))
+        wanted = tuple(tuple(range(cut.start, cut.stop)) for cut in cuts)
+        said = _said(wanted, held.get(rank), tuple(x.shape))
+        if said:
+            yield Difference(path, places, ranks=(rank,), said=f"{spec!r} puts {said.format(rank=rank)}")
+            return
+
+
+def _said(wanted: tuple[tuple[int, ...], ...], held: Held | None, shape: tuple[int, ...]) -> str:
+    if held is None:
+        return "a block on rank {rank}, which holds nothing of it"
+    for dim, (right, found) in enumerate(zip(wanted, held.positions, strict=True)):
+        if right != found:
+            return f"{_range(right)} of dim {dim} of shape {shape} on rank {{rank}}, which holds {_range(found)}"
+    shape_held = tuple(map(len, held.positions))
+    if held.block is not None and tuple(held.block.shape) != shape_held:
+        return f"a block of shape {shape_held} on rank {{rank}}, which holds one of shape {tuple(held.block.shape)}"
+    return ""
+
+
+def _range(positions: tuple[int, ...]) -> str:
+    if positions and positions == tuple(range(positions[0], positions[-1] + 1)):
+        return f"{positions[0]}..{positions[-1]}"
+    return str(positions) if positions else "nothing"
