@@ -15,6 +15,7 @@ from dualmesh.errors import ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, global_shape, slices_of
 from dualmesh.verbs import Arrays
 from dualmesh_torch.dtypes import WIDENED
+from dualmesh_torch.gradients import refuse_cut
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +48,7 @@ class TorchArrays(Arrays):
                 f"dm.shard_local or shard_map. Leave partial out.",
                 spec=spec,
             )
+        refuse_cut("distribute", array)
         state = self._state
         whole = tensor_of("distribute", array).detach()
         mesh, placements = state.sharding(spec)
@@ -66,6 +68,7 @@ class TorchArrays(Arrays):
         raise ArrayTypeError(f"to_numpy: found a {type(x).__qualname__}. Give a tensor or a DTensor.", found=type(x))
 
     def shard_local(self, block: Any, spec: P) -> DTensor:
+        refuse_cut("shard_local", block)
         state = self._state
         mesh, placements = state.sharding(spec)
         own = tensor_of("shard_local", block).detach()

@@ -15,7 +15,7 @@ from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
 from dualmesh_torch import eager, pending, traced
-from dualmesh_torch.dtypes import KINDS
+from dualmesh_torch.dtypes import KINDS, resolved
 from dualmesh_torch.party import Party
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ class TorchCollectives(Collectives):
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
+            if x.layout is not torch.strided:
+                raise ArrayTypeError(
+                    f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
+                    found=x.layout,
+                )
             return KINDS[x.dtype]
         if isinstance(x, DTensor):
             raise ArrayTypeError(
@@ -99,7 +104,7 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
-        work = pending.STARTS[verb](x.detach(), party, **settings)
+        work = pending.STARTS[verb](resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
                 work, lambda result: _arrived(x, call(verb, axis, party.size, **settings), party, result)
@@ -116,7 +121,7 @@ class TorchCollectives(Collectives):
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
     verbs = traced.VERBS if torch.compiler.is_compiling() else eager.VERBS
-    return verbs[verb](x, party, **settings)
+    return verbs[verb](resolved(x), party, **settings)
 
 
 class _Linear(torch.autograd.Function):

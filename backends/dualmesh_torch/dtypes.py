@@ -27,6 +27,11 @@ KINDS: dict[torch.dtype, Kind] = {
 }
 
 
+def resolved(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values: conjugates and negatives may be marks on another's memory."""
+    return x.resolve_conj().resolve_neg()
+
+
 def carried(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous array with at least one dim as something that every communication backend carries."""
     return x if x.dtype in _CARRIED else x.view(torch.uint8)
@@ -48,7 +53,7 @@ def summable(where: str, x: torch.Tensor) -> torch.Tensor:
     if x.dtype in WIDENED:
         return x.to(WIDENED[x.dtype]).contiguous()
     if x.dtype in _PARTS:
-        return torch.view_as_real(x.resolve_conj().contiguous())
+        return torch.view_as_real(x.contiguous())
     raise ArrayTypeError(
         f"{where}: communication backends do not reduce {x.dtype}. Convert it first, for example to torch.float32.",
         dtype=x.dtype,

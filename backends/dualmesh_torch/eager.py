@@ -4,18 +4,20 @@ In compiled code `traced` takes their place; gradients are in `collectives`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
 from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
 from dualmesh_torch.party import Party
+from dualmesh_torch.ragged import Counts
 
 Tensor = torch.Tensor
 Pairs = tuple[tuple[int, int], ...]
-Counts = tuple[int, ...]
 
 # Newer versions call them so and warn about the names that 2.11 has.
 gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -125,29 +127,11 @@ def _flat(x: Tensor) -> Tensor:
     return carried(x.view(-1))
 
 
-def ragged_all_to_all(
-    x: Tensor, party: Party, *, send_counts: Counts, recv_counts: Counts, rows: int, sent_rows: int
-) -> Tensor:
-    """Send runs of rows, receive runs of rows, then zeros."""
-    width = x[:1].numel() if x.shape[0] else x.new_empty((1, *x.shape[1:])).numel()
-    sent = carried(x[: sum(send_counts)].reshape(-1, width).contiguous())
-    arrived = sent
-    if party.size > 1 and width:
-        arrived = sent.new_empty((sum(recv_counts), sent.shape[1]))
-        dist.all_to_all_single(arrived, sent, list(recv_counts), list(send_counts), group=party.group)
-    found = uncarried(arrived, x.dtype).reshape(-1, *x.shape[1:])
-    padding = x.new_zeros((rows - sum(recv_counts), *x.shape[1:]))
-    return torch.cat([found, padding])
-
-
-def enter(x: Tensor, party: Party) -> Tensor:
-    """Return `x`."""
-    return x.view_as(x)
-
-
-def leave(x: Tensor, party: Party) -> Tensor:
-    """Return the sum: the gradient of `enter`."""
-    return all_reduce(x, party, op="sum")
+def traded(rows: Tensor, party: Party, into: Counts, out: Counts) -> Tensor:
+    """Send `out[i]` rows to index i, receive `into[i]` rows from it."""
+    found = rows.new_empty((sum(into), rows.shape[1]))
+    dist.all_to_all_single(found, rows, list(into), list(out), group=party.group)
+    return found
 
 
 VERBS: dict[str, Callable[..., Tensor]] = {
@@ -158,7 +142,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "broadcast": broadcast,
     "reduce": reduce,
     "permute": permute,
-    "ragged_all_to_all": ragged_all_to_all,
-    "enter": enter,
-    "leave": leave,
+    "ragged_all_to_all": partial(ragged.all_to_all, traded),
+    "enter": pair.enter,
+    "leave": partial(pair.leave, all_reduce),
 }

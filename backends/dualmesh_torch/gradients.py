@@ -3,7 +3,9 @@
 The objective is the sum over ranks of each rank's scalar, so no factor appears anywhere.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,12 +14,61 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dualmesh.errors import ArrayTypeError
+from dualmesh.errors import ArrayTypeError, NotDifferentiableError
 from dualmesh.tree import leaves
 from dualmesh_torch import eager
 from dualmesh_torch.party import Party
 
 SUM = dist.ReduceOp.SUM
+TWICE = (
+    "value_and_grad: called inside a function that value_and_grad differentiates, by something that depends on its "
+    "arguments. torch's DTensors have no gradients of gradients. Differentiate once, or by arguments that do not "
+    "depend on the outer ones (detach)."
+)
+CUT = (
+    "{where}: found a tensor of shape {shape} that needs a gradient, and its result would have none: it lays out host "
+    "arrays. Lay out what is differentiated with dm.constrain or as an argument of dm.shard_map; where no gradient is "
+    "wanted, call x.detach() first."
+)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.is_differentiating = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def differentiating(wanted: Iterable[Any]) -> Iterator[None]:
+    """Mark a block as what `value_and_grad` differentiates. *Local.*
+
+    Args:
+        wanted: What to differentiate by.
+
+    Raises:
+        NotDifferentiableError: It is such a block already, and what is wanted depends on its arguments.
+    """
+    outer = _thread.is_differentiating
+    if outer and any(isinstance(x, torch.Tensor) and x.requires_grad for x in wanted):
+        raise NotDifferentiableError(TWICE)
+    _thread.is_differentiating = True
+    try:
+        yield
+    finally:
+        _thread.is_differentiating = outer
+
+
+def refuse_cut(where: str, x: Any) -> None:
+    """Refuse to lay out anew, cut off from its gradient, what is being differentiated. *Local.*
+
+    Raises:
+        NotDifferentiableError: It was computed from something that needs a gradient, or is differentiated by.
+    """
+    if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+        if x.grad_fn is not None or _thread.is_differentiating:
+            raise NotDifferentiableError(CUT.format(where=where, shape=tuple(x.shape)), shape=tuple(x.shape))
 
 
 def of(value: torch.Tensor, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -148,6 +148,11 @@ def split_factor_of(placement: Any) -> int | None:
     return found if type(placement).__name__ == "_StridedShard" else None
 
 
+def version_of(x: torch.Tensor) -> int:
+    """Return how often a tensor's memory was written to. Reason: there is no public counter. Without it: 0."""
+    return 0 if x.is_inference() else getattr(x, "_version", 0)
+
+
 def stash(key: str, value: Any) -> bool:
     """Keep a value where autograd's worker threads of this thread's backward() find it; tell whether that works.
 

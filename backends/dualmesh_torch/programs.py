@@ -18,7 +18,7 @@ from dualmesh.programs import warn_of_forgotten
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import boundary, gradients, norms, scope
+from dualmesh_torch import borrowed, boundary, gradients, norms, scope
 from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
 from dualmesh_torch.captures import refuse_captured
 from dualmesh_torch.replication import check_replicated as check_equal
@@ -68,11 +68,13 @@ class TorchPrograms(Programs):
             refuse_captured(fn)
             specs = spec_tree(in_specs, args, what="shard_map in_specs")
             blocks, tie = self._entered(mapped(self._block, args, specs), specs)
+            guard = borrowed.Blocks(leaves(blocks))
             results = _called(fn, blocks)
+            guard.refuse_changed()
             specs = spec_tree(out_specs, results, what="shard_map out_specs")
             if tie is not None:
                 results = mapped(lambda one: boundary.tied(tensor_of("shard_map", one), tie), results)
-            found = mapped(self._whole, results, specs)
+            found = mapped(lambda one, spec: self._whole(guard.own(one), spec), results, specs)
             if check_replicated:
                 check_equal(self._state, list(leaves(found)), [P(*P.of(spec).entries) for spec in leaves(specs)])
             return found
@@ -83,8 +85,8 @@ class TorchPrograms(Programs):
         def differentiated(*args: Any) -> tuple[Any, Any]:
             if max(argnums) >= len(args):
                 raise ArgumentError(f"value_and_grad: argnums={argnums}, but {len(args)} argument(s) were given.")
-            fresh = [mapped(_leaf, arg) if n in argnums else arg for n, arg in enumerate(args)]
-            with torch.enable_grad():
+            with gradients.differentiating(leaves([args[n] for n in argnums])), torch.enable_grad():
+                fresh = [mapped(_leaf, arg) if n in argnums else arg for n, arg in enumerate(args)]
                 value = fn(*fresh)
             if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dim():
                 raise NotDifferentiableError(
