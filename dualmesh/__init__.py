@@ -28,6 +28,7 @@ from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
+from dualmesh.resharding import reshard
 __version__ = "0.1.0"
 
 __all__ = [
@@ -77,3 +78,4 @@ __all__ = [
     "use_parallel_state",
     "value_and_grad",
 ]
+    "reshard",

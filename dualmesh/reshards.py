@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dualmesh.errors import RankError, ShardingError, counted, listed
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P, dim_layouts
 from dualmesh.topology import Topology
+
+if TYPE_CHECKING:
+    from dualmesh.state import ParallelState
 
 Slices = tuple[slice, ...]
 
@@ -56,13 +59,26 @@ class Placed:
     ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        ranks, size = self.ranks, self.topology.world_size
+        ranks, size = self.ranks, self.topology.size("world")
         if ranks is not None and (len(ranks) != size or len(set(ranks)) != size):
             raise RankError(
                 f"{self.topology!r} was placed on the ranks {listed(ranks)}: "
                 f"{counted(len(set(ranks)), 'different rank')} for {counted(size, 'place')}. Give one rank per place.",
                 ranks=ranks,
             )
+
+    @classmethod
+    def on(cls, state: "ParallelState", spec: P) -> "Placed":
+        """Return a spec over the ranks of a state. *Pure.*"""
+        ranks, topology = state.plan.ranks, state.topology
+        if topology.size("world") != topology.world_size:  # rank groups that leave ranks out
+            ranks = tuple(state.members)
+        return cls(topology, spec, ranks)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks, in grid order."""
+        return self.topology.members if self.ranks is None else self.ranks
 
     @cached_property
     def _positions(self) -> dict[int, int]:
@@ -91,7 +107,7 @@ class _Blocks:
         self.steps = [size // layout.size for size, layout in zip(shape, self.dims, strict=True)]
         self.addends = topology.layout(spec.partial)
         self.split = Layout.joined(self.dims)
-        self.copies = Layout.joined([self.split, self.addends]).complement(topology.world_size)
+        self.copies = Layout.joined([self.split, self.addends]).complement(topology.size("world"))
 
     def indices(self, position: int) -> tuple[int, ...]:
         """Return which block of every dim a place holds."""

@@ -105,6 +105,9 @@ class _SoloArrays(Arrays):
     def constrain(self, x: Any, spec: P) -> Any:
         return x
 
+    def reshard(self, x: Any, spec: P, source: ParallelState, source_spec: P) -> Any:
+        return x
+
 
 class _SoloPrograms(Programs):
     """Blocks are global arrays, so every lifting is the identity."""

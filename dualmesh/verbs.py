@@ -13,6 +13,10 @@ from dualmesh.pending import Finished, Pending
 from dualmesh.topology import Axis
 
 Kind = Literal["bool", "integer", "float", "complex"]
+if TYPE_CHECKING:
+    from dualmesh.federated_averaging import AveragingPlan
+    from dualmesh.state import ParallelState
+
 
 
 class Collectives(ABC):
@@ -118,6 +122,13 @@ class Arrays(ABC):
     def constrain(self, x: Any, spec: P) -> Any:
         """Return the same global value with the sharding `spec`. Collective over the state."""
 
+
+    @abstractmethod
+    def reshard(self, x: Any, spec: P, source: "ParallelState", source_spec: P) -> Any:
+        """Return the global value that lies in `source` as `source_spec` says laid out here; see `dualmesh.reshard`.
+
+        The states are of one backend and live; this process is a member of one of them at least.
+        """
 
 class Programs(ABC):
     """Functions of global arrays."""

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh
 
 from dualmesh.covers import covered_shape, covering_slices
-from dualmesh.errors import ArgumentError, ArrayTypeError
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, dim_layouts
 from dualmesh.verbs import Arrays
 
@@ -29,6 +29,10 @@ INSIDE = (
 NARROWED = (
     "{where}: {dtype} values from {low} to {high} do not fit {kept}, which is what JAX keeps while x64 is off. Set "
     "jax.config.update('jax_enable_x64', True) before JAX is first used, or give smaller numbers."
+)
+TWO_PLACES = (
+    "reshard: inside jit, from {} over {} to {} over {}. One jit runs over one list of devices: call dm.reshard "
+    "between two jitted functions, where it moves arrays and is differentiable all the same."
 )
 
 
@@ -72,6 +76,25 @@ class JaxArrays(Arrays):
         sharding = self.fitted("constrain", x, spec)
         return lax.with_sharding_constraint(x, sharding) if is_tracing() else jax.device_put(x, sharding)
 
+    def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
+        if get_abstract_mesh().manual_axes:
+            raise ArgumentError(INSIDE.format(where="reshard"))
+        lies = source.arrays.fitted("reshard src", x, source_spec)
+        shall = self.fitted("reshard dst", x, spec)
+        if is_staging():
+            if source.shared.devices != self._state.shared.devices:
+                raise ShardingError(
+                    TWO_PLACES.format(
+                        *(source.label, listed(source.shared.devices)),
+                        *(self._state.label, listed(self._state.shared.devices)),
+                    ),
+                    source=source,
+                    target=self._state,
+                )
+            return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
+        _check_devices(x, source)
+        return jax.device_put(x, shall, src=lies)
+
     def fitted(self, where: str, x: Any, spec: P) -> NamedSharding:
         """Return the sharding of a spec after checking that it fits an array. *Local.*
 
@@ -106,6 +129,18 @@ def check_narrowing(where: str, array: Any) -> None:
     low, high, limits = array.min(), array.max(), np.iinfo(kept)
     if low < limits.min or high > limits.max:
         raise ArrayTypeError(NARROWED.format(where=where, dtype=array.dtype, low=low, high=high, kept=kept))
+
+
+def _check_devices(x: Any, source: "JaxState") -> None:
+    """Refuse an array that lies on other devices than its state's."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
+        return
+    if x.sharding.device_set != set(source.shared.devices):
+        raise ShardingError(
+            f"reshard: the array of shape {x.shape} lies on {listed(x.sharding.device_set)}, but {source.label} is "
+            f"over {listed(source.shared.devices)}. Name the state that it lies on in src=.",
+            found=x.sharding,
+        )
 
 
 def is_staging() -> bool:

@@ -6,16 +6,23 @@ What functions of them do is in `programs`.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.errors import ArrayTypeError, ShardingError, listed
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.lazy import np
-from dualmesh.partition_spec import P, global_shape, slices_of
+from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
+from dualmesh.reshards import Placed, Reshard
 from dualmesh.verbs import Arrays
 from dualmesh_sim.collectives import kind_of
+from dualmesh_sim.rendezvous import place
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dualmesh_sim.state import SimState
+
+INSIDE = (
+    "reshard: called inside shard_map, where arrays are this rank's blocks. Call it on simulated arrays, outside the "
+    "function given to shard_map."
+)
 
 
 class SimArray:
@@ -81,6 +88,20 @@ class SimArrays(Arrays):
 
     def constrain(self, x: Any, spec: P) -> SimArray:
         return self.placed("constrain", x, spec)
+
+    def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> SimArray:
+        if place() is not None:
+            raise ArgumentError(INSIDE)
+        lies = source.arrays.placed("reshard", x, source_spec)
+        plan = Reshard(lies.shape, Placed.on(source, source_spec), Placed.on(self._state, spec))
+        blocks = {}
+        for rank in self._state.members:
+            block = np.empty(local_shape(self._state.topology, spec, lies.shape), lies.dtype)
+            for part in plan.receives(rank):
+                block[part.target_slices] = lies.block(part.sources[0])[part.source_slices]
+            block.flags.writeable = False
+            blocks[rank] = block
+        return SimArray(self._state, spec, blocks)
 
     def placed(self, where: str, x: Any, spec: P) -> SimArray:
         """Return `x`, a simulated array or a host array or number, laid out as `spec` says. *Local.*

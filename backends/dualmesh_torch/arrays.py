@@ -4,7 +4,6 @@ Which mesh and placements a spec means is in `meshes`.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,6 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from dualmesh.errors import ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, global_shape, slices_of
 from dualmesh.verbs import Arrays
+from dualmesh_torch import resharding
+from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import WIDENED
 from dualmesh_torch.gradients import refuse_cut
 
@@ -78,6 +79,9 @@ class TorchArrays(Arrays):
     def constrain(self, x: Any, spec: P) -> DTensor:
         return self.placed("constrain", x, spec)
 
+    def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
+        return resharding.reshard(x, source, source_spec, self._state, spec)
+
     def placed(self, where: str, x: Any, spec: P) -> DTensor:
         """Return `x`, a DTensor or a global array that every rank holds, laid out as `spec` says. *Collective.*"""
         if spec.partial:
@@ -110,26 +114,6 @@ def _laid_out(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -
     moved: Any = x if wide is None else x.to(wide)
     found: DTensor = moved.redistribute(mesh, placements)
     return found if wide is None else cast("DTensor", found.to(x.dtype))
-
-
-def assembled(
-    block: torch.Tensor,
-    mesh: "DeviceMesh",
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-    grad_placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Return the DTensor of a global shape whose block on this rank is `block`; communicates nothing. *Local.*"""
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        block,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-        grad_placements=grad_placements,
-    )
 
 
 def tensor_of(where: str, array: Any) -> torch.Tensor:

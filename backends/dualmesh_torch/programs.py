@@ -19,7 +19,8 @@ from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
 from dualmesh_torch import borrowed, boundary, gradients, norms, scope
-from dualmesh_torch.arrays import TorchArrays, assembled, tensor_of
+from dualmesh_torch.arrays import TorchArrays, tensor_of
+from dualmesh_torch.assembly import assembled
 from dualmesh_torch.captures import refuse_captured
 from dualmesh_torch.replication import check_replicated as check_equal
 

@@ -93,6 +93,10 @@ class TorchState(ParallelState):
         ranks = tuple(self.session_rank(rank) for rank in grid)
         return self._group_of(lanes.Membership(ranks, "data"))
 
+    def party_over(self, ranks: tuple[int, ...]) -> Party:
+        """Return this rank's place among session ranks, members or not; made at first use. *Collective over them.*"""
+        return Party(self._group_of(lanes.Membership(ranks, "data")), len(ranks), ranks.index(self._pool.rank))
+
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
         if torch.compiler.is_compiling():

@@ -84,6 +84,9 @@ class ToyArrays(Arrays):
     def constrain(self, x, spec):
         return self.distribute(x, spec)
 
+    def reshard(self, x, spec, source, source_spec):
+        return self.distribute(source.arrays.distribute(x, source_spec), spec)
+
 
 class ToyPrograms(Programs):
     def __init__(self, state):
