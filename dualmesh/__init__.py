@@ -10,6 +10,8 @@ from dualmesh import presets as presets
 from dualmesh import sequence as sequence
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
 from dualmesh.errors import DualmeshError, StaleStateError
+from dualmesh.description import describe, described
+from dualmesh.distributed_state import DistributedState
 from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.groups_in_use import GroupInUse, groups_in_use
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
@@ -24,6 +26,7 @@ from dualmesh.scoped import scoped
 from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
+from dualmesh.plan_models import init_sharded
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
@@ -62,6 +65,9 @@ __all__ = [
     "ops",
     "parallel_spec",
     "presets",
+    "create_device_mesh",
+    "describe",
+    "described",
     "remat",
     "scope_name",
     "scoped",
@@ -73,6 +79,8 @@ __all__ = [
     "strict",
     "sum_gradients",
     "sync_gradients",
+    "init_sharded",
+    "initializers",
     "to_numpy",
     "token_mean",
     "use_parallel_state",

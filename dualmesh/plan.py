@@ -1,7 +1,7 @@
 """`ShardingPlan`: which spec every parameter of a model gets, said once for all topologies and both frameworks.
 
-What a spec means is in `partition_spec`, whether it fits in `plan_report`; making shardings, abstract arrays or
-sharded modules of it is the backends' part.
+What a spec means is in `partition_spec`, whether it fits in `plan_report`; what a state makes of the specs in
+`plan_models`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from dualmesh.errors import ShardingError, did_you_mean, listed
 from dualmesh.logical import Names, Rules, names_in, rules_of, spec_by_rules
 from dualmesh.partition_spec import P, is_spec, local_shape
 from dualmesh.paths import Pattern, path_of, with_paths
+from dualmesh.plan_models import ModelPlan
 from dualmesh.plan_report import Report, fit_problems
 from dualmesh.topology import Topology
 from dualmesh.tree import mapped
@@ -37,7 +38,7 @@ class _Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class ShardingPlan:
+class ShardingPlan(ModelPlan):
     """Patterns over parameter paths and the spec each gives; a value, frozen and hashable.
 
     Paths are keys joined by dots, as `named_parameters()` of torch and key paths of JAX have them. `*` is one segment

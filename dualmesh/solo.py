@@ -53,7 +53,7 @@ class SoloState(ParallelState):
         return (0,)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("collectives", "host"):
+        if name in ("collectives", "host", "models"):
             raise self._unregistered(name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 

@@ -25,7 +25,7 @@ from dualmesh.resolution import whole
 from dualmesh.seed_attributes import SeedAttributes
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Axis, Topology
-from dualmesh.verbs import Arrays, Collectives, HostObjects, Programs
+from dualmesh.verbs import Arrays, Collectives, HostObjects, Models, Programs
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class ParallelState(SeedAttributes, ABC):
     arrays: Arrays
     programs: Programs
     host: HostObjects
+    models: Models
     group: Callable[[Axis], Any]
 
     def __init__(self, plan: StatePlan, world: World) -> None:

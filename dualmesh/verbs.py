@@ -1,12 +1,12 @@
-"""What a backend carries out on arrays: the four abstract classes behind every public array function.
+"""What a backend carries out on arrays: the five abstract classes behind every public array function.
 
 Arguments arrive here checked and normalised (`ops`, `arrays`, `shard_map`, `host` do that); starting worlds and
 building states is in `backend`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualmesh.partition_spec import P
 from dualmesh.pending import Finished, Pending
@@ -167,6 +167,52 @@ class Programs(ABC):
         Blocks, which differ along `axis` only, count as global arrays that are split over it.
         """
 
+
+    def clip_grad_norm_(
+        self,
+        parameters: Any,
+        max_norm: float,
+        order: float,
+        blocks: Mapping[Axis, Any],
+        error_if_nonfinite: bool,
+    ) -> Any:
+        """Scale gradients in place; return their norm before. For frameworks whose parameters hold gradients.
+
+        Raises:
+            BackendError: The framework's gradients are values.
+        """
+        raise BackendError(
+            "clip_grad_norm_: the gradients of this backend are values, which nothing changes in place. Multiply them "
+            "by min(1, max_norm / (dm.global_norm(gradients) + 1e-6))."
+        )
+
+    def federated_mean(self, tree: Any, plan: "AveragingPlan") -> Any:
+        """Carry out a plan of federated averaging for the state's ranks; see `dualmesh.federated_mean`."""
+        raise BackendError(f"federated_mean: {type(self).__qualname__} does not offer it. Use torch, jax or sim.")
+
+
+class Models(ABC):
+    """Whole models: trees of arrays, or modules, laid out array by array. Specs come checked, in the model's order."""
+
+    @abstractmethod
+    def parameters(self, model: Any) -> "list[tuple[str, Any]]":
+        """Return (path, array) of everything in a model that gets a spec. A path is keys joined by dots."""
+
+    @abstractmethod
+    def filled(self, model: Any, values: Sequence[Any]) -> Any:
+        """Return a tree like the model with a value in place of every array; of a module, {path: value}."""
+
+    @abstractmethod
+    def abstract(self, model: Any, specs: Sequence[P]) -> Any:
+        """Return such a tree of what has the shapes, dtypes and shardings of the arrays, and no memory."""
+
+    @abstractmethod
+    def apply(self, model: Any, specs: Sequence[P], units: Sequence[str]) -> Any:
+        """Return the model laid out over the ranks; `units` are patterns of modules that a wrapper gathers as one."""
+
+    @abstractmethod
+    def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:
+        """Return `fn(*args)` laid out as `specs_of(model)` says, with no process holding all of it where it can be."""
 
 class HostObjects(ABC):
     """Plain Python objects between processes."""

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from dualmesh.errors import ShardingError, listed
-from dualmesh.partition_spec import P, check_axes, is_spec
+from dualmesh.layout import Layout
+from dualmesh.partition_spec import P, check_axes, is_spec, named_axes
+from dualmesh.refined import Refinement
 from dualmesh.topology import Topology
 
 
@@ -54,6 +57,27 @@ def mapped_by_spec(what: str, fn: Callable[[P, Any], Any], specs: Any, tree: Any
             specs=specs,
         ) from None
     return jax.tree.map(lambda below: below.mapped(fn), pairs, is_leaf=lambda value: isinstance(value, _Below))
+
+
+def spec_for(topology: Topology, refined: Refinement, native: PartitionSpec) -> P:
+    """Return what a PartitionSpec in the names of a refined mesh means, in canonical names. *Pure.*
+
+    Raises:
+        ShardingError: No spec of the topology means the same.
+    """
+    digits = dict(zip(refined.names, refined.atoms, strict=True))
+    entries = []
+    for dim, entry in enumerate(native):
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        axes = named_axes(topology, Layout.of(digits[name] for name in names))
+        if axes is None:
+            raise ShardingError(
+                f"{native}: dim {dim} is split by {listed(names)}, which no axes of the topology spell. Axes: "
+                f"{listed(topology.axis_names)}. Declare an axis or a view for it.",
+                spec=native,
+            )
+        entries.append(axes)
+    return P(*entries)
 
 
 class _Below:

@@ -21,7 +21,9 @@ from dualmesh_jax.host import JaxHostObjects
 from dualmesh_jax.keys import give_key
 from dualmesh_jax.lines import Line
 from dualmesh_jax.meshes import SharedMesh, mesh_of
+from dualmesh_jax.models import JaxModels
 from dualmesh_jax.programs import JaxPrograms
+from dualmesh_jax.specs import spec_for
 from dualmesh_jax.store import JaxStore
 
 LEFT_OUT = (
@@ -49,6 +51,7 @@ class JaxState(ParallelState):
         self.collectives = JaxCollectives(self)
         self.arrays = JaxArrays(self)
         self.programs = JaxPrograms(self)
+        self.models = JaxModels(self)
         self.host = JaxHostObjects(self)
 
     @property
@@ -91,6 +94,21 @@ class JaxState(ParallelState):
 
     def sharding(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, self.native_spec("sharding", P.of(spec)))
+
+    def spec_of(self, x: Any) -> P:
+        """Return how an array, or a NamedSharding, on the state's mesh is split: `sharding` backwards. *Local.*
+
+        Raises:
+            ShardingError: It lies elsewhere, or no spec means the same.
+        """
+        sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.mesh:
+            raise ShardingError(
+                f"spec_of: {sharding if sharding is not None else type(x)} is not on the mesh of {self.label}, "
+                f"{self.mesh}. Lay the array out with dm.distribute or dm.constrain.",
+                found=sharding,
+            )
+        return spec_for(self.topology, self.shared.refined, sharding.spec)
 
     def native_spec(self, where: str, spec: P) -> PartitionSpec:
         """Return JAX's form of a spec, in the names of the mesh. *Local.*

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, check_axes
+from dualmesh.plain_models import PlainModels
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_sim.arrays import SimArrays
@@ -48,6 +49,7 @@ class SimState(ParallelState):
         self.group = self._group_for  # a group is another one on every rank, so nothing is kept per axis
         self.collectives = SimCollectives(self)
         self.arrays = arrays = SimArrays(self)
+        self.models = PlainModels(self)
         self.programs = SimPrograms(self, arrays, timeout_s)
         self.host = SimHostObjects(self)
 

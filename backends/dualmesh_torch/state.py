@@ -25,6 +25,7 @@ from dualmesh_torch.collectives import TorchCollectives
 from dualmesh_torch.groups import Group, GroupPool, Key
 from dualmesh_torch.host import TorchHostObjects
 from dualmesh_torch.meshes import Meshes, Sharding
+from dualmesh_torch.models import TorchModels
 from dualmesh_torch.party import Party
 from dualmesh_torch.programs import TorchPrograms
 from dualmesh_torch.refusals import numbered, refuse_unmade, refuse_unready
@@ -51,6 +52,7 @@ class TorchState(ParallelState):
         self.meshes = Meshes(self, _suffix(plan, self._owner))
         self.collectives = TorchCollectives(self)
         self.arrays = arrays = TorchArrays(self)
+        self.models = TorchModels(self)
         self.programs = TorchPrograms(self, arrays)
         self.host = TorchHostObjects(self)
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from dualmesh.errors import NotDifferentiableError, ShapeError, ShardingError
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape, slices_of
+from dualmesh.plain_models import PlainModels
 from dualmesh.state import ParallelState
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Arrays, HostObjects, Programs
@@ -21,6 +22,7 @@ class ToyState(ParallelState):
         self.collectives = ToyCollectives(self)
         self.arrays = ToyArrays(self)
         self.programs = ToyPrograms(self)
+        self.models = PlainModels(self)
         self.host = ToyHost(self)
         self.group = self._group_for
 

@@ -1,0 +1,101 @@
+"""Whole models in torch: the parameters of a module, or containers of tensors.
+
+How FSDP2 wraps a module is in `units`, how one is born sharded in `births`; plans are in `dualmesh.plan`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dualmesh.partition_spec import P, local_shape
+from dualmesh.plain_models import PlainModels
+from dualmesh_torch import births, units
+from dualmesh_torch.assembly import assembled
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What compile, FSDP and checkpointing put into a parameter's name."""
+
+
+class TorchModels(PlainModels):
+    """Modules over the ranks of one state; a parameter that a module holds twice is one, under its first name."""
+
+    _state: "TorchState"
+
+    def parameters(self, model: Any) -> list[tuple[str, Any]]:
+        if not isinstance(model, nn.Module):
+            return super().parameters(model)
+        return [(clean(name), parameter) for name, parameter in model.named_parameters()]
+
+    def filled(self, model: Any, values: Sequence[Any]) -> Any:
+        if not isinstance(model, nn.Module):
+            return super().filled(model, values)
+        return {path: value for (path, _), value in zip(self.parameters(model), values, strict=True)}
+
+    def abstract(self, model: Any, specs: Sequence[P]) -> Any:
+        leaves = [leaf for _, leaf in self.parameters(model)]
+        found = [self._empty(leaf, spec, "meta") for leaf, spec in zip(leaves, specs, strict=True)]
+        return self.filled(model, found)
+
+    def apply(self, model: Any, specs: Sequence[P], units_: Sequence[str]) -> Any:
+        if not isinstance(model, nn.Module):
+            return super().apply(model, specs, units_)
+        specs_of = {parameter: spec for (_, parameter), spec in zip(self.parameters(model), specs, strict=True)}
+        if units_:
+            return units.wrapped(model, specs_of, units_, self._state, clean)
+        replace(model, {old: self.laid_out(old, spec) for old, spec in specs_of.items()})
+        return model
+
+    def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:
+        sketch = births.sketched(fn, args)
+        if not isinstance(sketch.model, nn.Module):
+            return super().init(fn, specs_of, args)
+        specs = specs_of(sketch.model)
+        by_number = sketch.numbers([parameter for _, parameter in sketch.model.named_parameters()], specs)
+        return births.born(fn, args, by_number, self.laid_out, sketch.count)
+
+    def laid_out(self, parameter: nn.Parameter, spec: P) -> nn.Parameter:
+        """Return a parameter cut for this rank; one without memory stays so. *Local.*"""
+        if isinstance(parameter, DTensor):
+            whole: Any = self._state.arrays.constrain(parameter, spec)
+        elif parameter.is_meta:
+            whole = self._empty(parameter, spec, "meta")
+        else:
+            whole = self._state.arrays.distribute(parameter, spec)
+        found = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        found.__dict__.update(parameter.__dict__)
+        return found
+
+    def _empty(self, leaf: Any, spec: P, device: str) -> DTensor:
+        mesh, placements = self._state.sharding(spec)
+        shape = tuple(leaf.shape)
+        block = torch.empty(local_shape(self._state.topology, spec, shape), dtype=leaf.dtype, device=device)
+        return assembled(block, mesh, placements, shape)
+
+
+def clean(name: str) -> str:
+    """Return a parameter's or module's name without what wrappers put into it. *Pure.*
+
+    >>> clean("_orig_mod.layers.0._checkpoint_wrapped_module.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield every place where a module holds a parameter itself: (owner, name, parameter), tied ones each time."""
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, name, parameter
+
+
+def replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put new parameters wherever the module holds the old ones. *Local.*"""
+    for owner, name, parameter in list(held(module)):
+        if parameter in new:
+            setattr(owner, name, new[parameter])
