@@ -21,6 +21,7 @@ from dualmesh.state import ParallelState
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.taps import place, watch
 from dualmesh.topology import Axis
+from dualmesh.verbs import Collectives
 
 MOVING = ("all_gather", "all_to_all", "broadcast", "permute", "ragged_all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter", "leave")
@@ -29,9 +30,9 @@ _ids = itertools.count()
 
 @dataclass(frozen=True)
 class Called:
-    """A collective that a program calls: `right` carries it out."""
+    """A collective that a program calls, and the unbroken `collectives` that carry it out."""
 
-    right: Callable[..., Any]
+    collectives: Collectives
     owner: ParallelState
     verb: str
     x: Any
@@ -50,11 +51,13 @@ class Called:
 
     def done(self, x: Any = None, **changed: Any) -> Any:
         """Return the right result, of another block or with other settings."""
-        return self.right(self.x if x is None else x, self.axis, **{**self.settings, **changed})
+        return getattr(self.collectives, self.verb)(
+            self.x if x is None else x, self.axis, **{**self.settings, **changed}
+        )
 
     def cut(self, y: Any) -> Any:
         """Return a value without its gradient."""
-        return self.owner.collectives.stop_gradient(y)
+        return self.collectives.stop_gradient(y)
 
 
 def _grad_times(factor: Callable[[Called], float]) -> Callable[[Called], Any]:
@@ -77,12 +80,12 @@ def _sent_on(called: Called) -> Any:
 def _swapped(called: Called) -> Any:
     """Indices 0 and 1 of the axis take each other's place before the collective."""
     pairs = ((0, 1), (1, 0), *((i, i) for i in range(2, called.size)))
-    return called.done(called.owner.collectives.permute(called.x, called.axis, pairs=pairs))
+    return called.done(called.collectives.permute(called.x, called.axis, pairs=pairs))
 
 
 def _without_last(called: Called) -> Any:
     """The last index of the axis brings zeros."""
-    index = called.owner.collectives.axis_index(called.axis)
+    index = called.collectives.axis_index(called.axis)
     xp = array_api_compat.array_namespace(called.x)
     last = called.size - 1
     if isinstance(index, int):
@@ -116,7 +119,7 @@ def _mean_of_gradients(right: Any) -> Any:
         found = right(params, axis, **settings)
         owner = dualmesh.get_parallel_state()
         size = owner.size(owner.topology.role("loss") if axis is None else axis)
-        for parameter in params:
+        for parameter in getattr(params, "parameters", lambda: params)():
             parameter.grad /= size
         return found
 
@@ -268,7 +271,7 @@ class _Broken:
             if not self._injection.applies(self._owner, verb, axis):
                 return right(x, axis, **settings)
             self._injection.broken += 1
-            return wrong(Called(right, self._owner, verb, x, axis, settings))
+            return wrong(Called(self._right, self._owner, verb, x, axis, settings))
 
         return call
 
