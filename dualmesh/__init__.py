@@ -8,33 +8,35 @@ from dualmesh import importers as importers
 from dualmesh import ops as ops
 from dualmesh import presets as presets
 from dualmesh import sequence as sequence
+from dualmesh.ahead_of_time import aot
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
-from dualmesh.errors import DualmeshError, StaleStateError
 from dualmesh.description import describe, described
 from dualmesh.distributed_state import DistributedState
+from dualmesh.errors import DualmeshError, StaleStateError
 from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.groups_in_use import GroupInUse, groups_in_use
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
 from dualmesh.loss import global_norm, sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
 from dualmesh.plan import ShardingPlan
+from dualmesh.plan_models import init_sharded
 from dualmesh.programs import remat, shard_map, value_and_grad
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import strict
+from dualmesh.resharding import reshard
 from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
 from dualmesh.scoped import scoped
 from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
-from dualmesh.plan_models import init_sharded
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
-from dualmesh.resharding import reshard
 __version__ = "0.1.0"
 
 __all__ = [
+    "DistributedState",
     "DualmeshError",
     "GroupInUse",
     "GroupSpec",
@@ -48,9 +50,12 @@ __all__ = [
     "Topology",
     "TopologySpec",
     "View",
+    "aot",
     "bind",
     "clear_parallel_state",
     "constrain",
+    "describe",
+    "described",
     "distribute",
     "get_parallel_state",
     "get_parallel_state_by_name",
@@ -61,14 +66,13 @@ __all__ = [
     "init_distributed",
     "init_parallel_state",
     "init_parallel_states",
+    "init_sharded",
     "local_slices",
     "ops",
     "parallel_spec",
     "presets",
-    "create_device_mesh",
-    "describe",
-    "described",
     "remat",
+    "reshard",
     "scope_name",
     "scoped",
     "seed_for",
@@ -79,11 +83,8 @@ __all__ = [
     "strict",
     "sum_gradients",
     "sync_gradients",
-    "init_sharded",
-    "initializers",
     "to_numpy",
     "token_mean",
     "use_parallel_state",
     "value_and_grad",
 ]
-    "reshard",

@@ -31,6 +31,10 @@ class Launch:
     local_devices: int | None = None
     """Ranks that this process holds, where the backend lets one choose."""
     timeout_s: float | None = None
+    device_order: Any = None
+    """Which device is which rank, where the backend lets one choose: see `init_distributed`."""
+    axis_types: str | None = None
+    """What kind of axes meshes have, where the framework has several."""
 
 
 class Backend(ABC):
@@ -40,6 +44,8 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    launch_settings: ClassVar[tuple[str, ...]] = ()
+    """Those of `device_order`, `axis_types` that `start` understands."""
 
     @abstractmethod
     def world(self) -> World | None:

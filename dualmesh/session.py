@@ -5,12 +5,14 @@ States inside a session are built in `initialization`; launcher variables are re
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from dualmesh import discovery, environment, scope
 from dualmesh.backend import Backend
-from dualmesh.errors import SessionError
+from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.registry import registry
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState, World
@@ -67,6 +69,8 @@ def init_distributed(
     init_method: str | None = None,
     local_devices: int | None = None,
     timeout_s: float | None = None,
+    device_order: Any = None,
+    axis_types: str | None = None,
 ) -> Session:
     """Start the world of a framework. *Collective over all processes.*
 
@@ -80,6 +84,10 @@ def init_distributed(
         init_method: "tcp://host:port" of process 0; "auto": what JAX finds out about its cluster by itself.
         local_devices: Ranks that this process holds, where the backend lets one choose.
         timeout_s: How long to wait for the other processes, in seconds.
+        device_order: JAX: which device is which rank. None: by process and position; "topology": as
+            `jax.experimental.mesh_utils` orders them, so that neighbours in rank are neighbours in hardware; or the
+            devices themselves, in rank order.
+        axis_types: JAX: "auto" (None) or "explicit" meshes.
 
     Raises:
         LaunchError: Variables or arguments are half given or contradict each other.
@@ -102,7 +110,10 @@ def init_distributed(
             local_devices=local_devices,
             timeout_s=timeout_s,
         )
-        running = driver.world()
+        settings = {"device_order": device_order, "axis_types": axis_types}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        launch = replace(launch, **settings)
+        running = _running(driver, settings)
         if running is not None:
             session = adopted(driver, running)
             noun, found = ("ranks", running.size) if rank is None else ("processes", running.process_count)
@@ -117,6 +128,27 @@ def init_distributed(
         return _kept(Session(driver, driver.start(launch), owned=True))
 
 
+def _running(driver: Backend, settings: Mapping[str, Any]) -> World | None:
+    """Return the world that runs already, unless settings that it was not started with are still possible."""
+    foreign = [name for name in settings if name not in driver.launch_settings]
+    if foreign:
+        raise BackendError(
+            f"init_distributed: backend {driver.name!r} has no {listed(foreign)}. Leave it out; its settings: "
+            f"{listed(driver.launch_settings)}.",
+            settings=tuple(foreign),
+        )
+    running = driver.world()
+    if running is None or not settings:
+        return running
+    if driver.name in _live_backends():
+        raise SessionError(
+            f"init_distributed: a {driver.name} world runs already, and {listed(settings)} hold from its start. End it "
+            f"first (Session.close()).",
+            settings=tuple(settings),
+        )
+    return None
+
+
 @contextmanager
 def session(
     backend: str | None = None,
@@ -126,6 +158,8 @@ def session(
     init_method: str | None = None,
     local_devices: int | None = None,
     timeout_s: float | None = None,
+    device_order: Any = None,
+    axis_types: str | None = None,
 ) -> Iterator[Session]:
     """Run a block in a world of its own; tear down in order, also when the block raises. See `init_distributed`.
 
@@ -141,6 +175,8 @@ def session(
         init_method=init_method,
         local_devices=local_devices,
         timeout_s=timeout_s,
+        device_order=device_order,
+        axis_types=axis_types,
     )
     try:
         yield started

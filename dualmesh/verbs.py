@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from dualmesh.errors import BackendError
 from dualmesh.partition_spec import P
 from dualmesh.pending import Finished, Pending
 from dualmesh.topology import Axis

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh, reshard
 
 from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
@@ -74,7 +74,12 @@ class JaxArrays(Arrays):
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
-        return lax.with_sharding_constraint(x, sharding) if is_tracing() else jax.device_put(x, sharding)
+        if not is_tracing():
+            return jax.device_put(x, sharding)
+        # Where axes are Explicit, a sharding is part of the type: JAX checks a constraint, and does not move the array.
+        if self._state.shared.is_explicit:
+            return reshard(x, sharding)
+        return lax.with_sharding_constraint(x, sharding)
 
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         if get_abstract_mesh().manual_axes:

@@ -5,8 +5,10 @@ Which states share a mesh is in `meshes`, how jit learns of the scope in `scope`
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from dualmesh import environment
 from dualmesh.backend import Backend, Launch
@@ -14,8 +16,9 @@ from dualmesh.errors import BackendError, SessionError
 from dualmesh.resolution import whole
 from dualmesh.scope import add_mirror
 from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
-from dualmesh_jax.devices import check_local, ordered_devices, request_cpu_devices, too_few
+from dualmesh_jax.devices import axis_type, check_local, ordered_devices, request_cpu_devices, too_few
 from dualmesh_jax.launching import join, joins_others
 from dualmesh_jax.meshes import MeshBook
 from dualmesh_jax.private import backend_is_initialized
@@ -30,6 +33,7 @@ class JaxBackend(Backend):
     """JAX devices as ranks, in the order (process, position in the process)."""
 
     name = "jax"
+    launch_settings = ("device_order", "axis_types")
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -46,7 +50,7 @@ class JaxBackend(Backend):
         return self._world
 
     def start(self, launch: Launch) -> World:
-        several = joins_others(launch)
+        several, types = joins_others(launch), axis_type(launch.axis_types)
         asked = _asked_size(launch, several)
         if several:
             request_cpu_devices(launch.local_devices)
@@ -55,13 +59,15 @@ class JaxBackend(Backend):
             check_local(launch.local_devices)
         else:
             request_cpu_devices(asked)
-        devices = ordered_devices()
+        devices = ordered_devices(launch.device_order)
         size = len(devices) if asked is None else asked
         if size > len(devices):
             raise too_few(size, devices)
-        return self._opened(devices[:size], launch.timeout_s)
+        return self._opened(devices[:size], launch.timeout_s, types)
 
-    def _opened(self, devices: Sequence[jax.Device], timeout_s: float | None = None) -> World:
+    def _opened(
+        self, devices: Sequence[jax.Device], timeout_s: float | None = None, types: AxisType = AxisType.Auto
+    ) -> World:
         mine = tuple(rank for rank, device in enumerate(devices) if device.process_index == jax.process_index())
         kind = devices[0].platform
         world = World(
@@ -71,7 +77,7 @@ class JaxBackend(Backend):
             process_count=len({device.process_index for device in devices}),
             is_live=lambda: self._world is world,
         )
-        self._world, self._book = world, MeshBook(devices)
+        self._world, self._book = world, MeshBook(devices, types)
         self._store = opened_store(_wait_s(timeout_s))
         return world
 
@@ -96,6 +102,9 @@ class JaxBackend(Backend):
         built = [JaxState(plan, world, mesh, self._store) for plan, mesh in zip(plans, shared, strict=True)]
         self._states += built
         return list(built)
+
+    def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
+        return modules.scoped(target, name_or_state)
 
     def release(self, states: Sequence[ParallelState]) -> None:
         gone = {id(state) for state in states}

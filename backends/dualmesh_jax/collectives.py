@@ -114,7 +114,13 @@ class JaxCollectives(Collectives):
     def ragged_all_to_all(
         self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
     ) -> Any:
-        return exchanged(x, self._line(axis), jnp.asarray(send_counts), jnp.asarray(recv_counts), rows)
+        send, received = jnp.asarray(send_counts), jnp.asarray(recv_counts)
+        for name, counts in (("send_counts", send), ("recv_counts", received)):
+            if not jnp.issubdtype(counts.dtype, jnp.integer):
+                raise ArrayTypeError(
+                    f"ops.ragged_all_to_all: {name} are {counts.dtype}. Counts are integers: convert them first."
+                )
+        return exchanged(x, self._line(axis), send, received, rows)
 
     def enter(self, x: Any, axis: Axis) -> Any:
         return _enter(x, self._line(axis))

@@ -7,11 +7,14 @@ A world's life is in `backend`, joining other processes in `launching`, meshes o
 # jax leaves some of its public functions unannotated.
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType
 
-from dualmesh.errors import SessionError
+from dualmesh.errors import SessionError, listed
 
 FLAG = "--xla_force_host_platform_device_count"
 TOO_FEW = (
@@ -20,15 +23,47 @@ TOO_FEW = (
 )
 
 
+NO_ORDER = (
+    "Backend 'jax': device_order={order!r}. Give 'topology', or different devices of JAX in rank order, from: "
+    "{devices}."
+)
 OTHER_COUNT = (
     "Backend 'jax': local_devices={asked}, but JAX has {found} device(s) in this process. Set XLA_FLAGS={flag}={asked} "
     "(CPU) or the devices that this process may see (GPU) before JAX starts, or leave local_devices out."
 )
 
 
-def ordered_devices() -> list[jax.Device]:
-    """Return all devices by (process, position among that process' devices), never by id; starts JAX. *Local.*"""
-    return sorted(jax.devices(), key=lambda device: device.process_index)
+def ordered_devices(order: Any = None) -> list[jax.Device]:
+    """Return the devices in rank order; starts JAX. *Local.*
+
+    Args:
+        order: None: by (process, position among that process' devices), never by id; "topology": as JAX arranges them
+            for their hardware; or some of the devices themselves.
+
+    Raises:
+        SessionError: Something else, or devices that are not JAX's or come twice.
+    """
+    devices = sorted(jax.devices(), key=lambda device: device.process_index)
+    if order is None:
+        return devices
+    if isinstance(order, str) and order == "topology":
+        return list(mesh_utils.create_device_mesh((len(devices),), devices, allow_split_physical_axes=True).flat)
+    given = [] if isinstance(order, str) or not isinstance(order, Iterable) else list(order)
+    if not given or any(device not in devices for device in given) or len(set(given)) < len(given):
+        raise SessionError(NO_ORDER.format(order=order, devices=listed(devices)), device_order=order)
+    return given
+
+
+def axis_type(name: str | None) -> AxisType:
+    """Return JAX's type of mesh axes for a name. *Pure.*
+
+    Raises:
+        SessionError: There is none.
+    """
+    types = {None: AxisType.Auto, "auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    if name is not None and not (isinstance(name, str) and name in types):
+        raise SessionError(f"Backend 'jax': axis_types={name!r}. Give 'auto' or 'explicit'.", axis_types=name)
+    return types[name]
 
 
 def request_cpu_devices(count: int | None) -> None:

@@ -14,6 +14,7 @@ import jax
 from dualmesh.backend import Launch
 from dualmesh.environment import DETECT
 from dualmesh.errors import LaunchError, SessionError
+from dualmesh_jax import private
 from dualmesh_jax.meeting import meet
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
@@ -25,7 +26,7 @@ NO_CLUSTER = (
     "and init_method='tcp://host:port'."
 )
 TOO_LATE = (
-    "Backend 'jax': JAX has started already in this process, so it cannot join the others any more: {error} Call "
+    "Backend 'jax': JAX has started already in this process, so it cannot join the others any more. Call "
     "dm.init_distributed, or jax.distributed.initialize, before the first use of jax.devices, jax.jit or any array."
 )
 
@@ -47,6 +48,8 @@ def join(launch: Launch, timeout_s: float) -> None:
     """
     if jax.distributed.is_initialized():
         return
+    if private.backend_is_initialized():  # said before anybody waits for this process
+        raise SessionError(TOO_LATE)
     if launch.process_count == 1:
         _detect(timeout_s)
         return
@@ -81,8 +84,6 @@ def _initialize(timeout_s: float, **place: Any) -> None:
     try:
         jax.distributed.initialize(**place, initialization_timeout=max(1, int(timeout_s)))
     except RuntimeError as error:
-        if "before" in str(error) and not jax.distributed.is_initialized():
-            raise SessionError(TOO_LATE.format(error=error)) from error
         raise SessionError(
             f"Backend 'jax': this process ({place}) could not join the others: {error}. Start all processes, with "
             f"the same address and number of processes.",

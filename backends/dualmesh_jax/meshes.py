@@ -37,12 +37,21 @@ class SharedMesh:
     """The common refinement of the topologies registered over one device order, fixed at first use.
 
     Attributes:
+        is_explicit: Whether its axes are Explicit, so that shardings are part of types.
         serial: A number that no other shared mesh of this process has.
     """
 
-    def __init__(self, order: tuple[int, ...], devices: Sequence[jax.Device], topology: Topology) -> None:
+    def __init__(
+        self,
+        order: tuple[int, ...],
+        devices: Sequence[jax.Device],
+        topology: Topology,
+        types: AxisType = AxisType.Auto,
+    ) -> None:
         self.order = order
         self.devices = tuple(devices)
+        self.is_explicit = types is AxisType.Explicit
+        self._types = types
         self.serial = next(_serials)
         self._topologies = [topology]
 
@@ -57,7 +66,7 @@ class SharedMesh:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh over all devices of the order; asking fixes its axes."""
-        return mesh_of(self.devices, [atom.size for atom in self.refined.atoms], self.refined.names)
+        return mesh_of(self.devices, [atom.size for atom in self.refined.atoms], self.refined.names, self._types)
 
     @cached_property
     def abstract_mesh(self) -> AbstractMesh:
@@ -94,8 +103,9 @@ class SharedMesh:
 class MeshBook:
     """The shared meshes of one world."""
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, devices: Sequence[jax.Device], types: AxisType = AxisType.Auto) -> None:
         self.devices = tuple(devices)
+        self._types = types
         self._by_order: dict[tuple[int, ...], list[SharedMesh]] = {}
 
     def shared(self, order: tuple[int, ...], topology: Topology) -> SharedMesh:
@@ -108,7 +118,7 @@ class MeshBook:
                 mesh.join(topology)
                 return mesh
             refusals.append((mesh, *refusal))
-        own = SharedMesh(order, [self.devices[rank] for rank in order], topology)
+        own = SharedMesh(order, [self.devices[rank] for rank in order], topology, self._types)
         known.append(own)
         if refusals:
             mesh, reason, cure = refusals[0]
@@ -122,11 +132,13 @@ class MeshBook:
         self._by_order = {order: known for order, known in kept.items() if known}
 
 
-def mesh_of(devices: Sequence[jax.Device], shape: Sequence[int], names: Sequence[str]) -> Mesh:
-    """Return a mesh over devices in exactly this order, all axes Auto. *Local.*"""
+def mesh_of(
+    devices: Sequence[jax.Device], shape: Sequence[int], names: Sequence[str], types: AxisType = AxisType.Auto
+) -> Mesh:
+    """Return a mesh over devices in exactly this order, all axes of one type. *Local.*"""
     grid: Any = np.empty(len(devices), dtype=object)
     grid[:] = devices
-    return Mesh(grid.reshape(tuple(shape)), tuple(names), axis_types=(AxisType.Auto,) * len(names))
+    return Mesh(grid.reshape(tuple(shape)), tuple(names), axis_types=(types,) * len(names))
 
 
 def ambient_mesh(shared: SharedMesh) -> AbstractContextManager[Any]:

@@ -1,48 +1,26 @@
-"""Functions of global arrays: per-rank functions lifted by `jax.shard_map`, gradients, recomputation.
+"""Functions of global arrays: gradients, recomputation, norms.
 
-Per-rank collectives are in `collectives`, layouts of arrays in `arrays`, containers of specs in `specs`.
+Per-rank functions are lifted in `lifted`; their collectives are in `collectives`, layouts of arrays in `arrays`.
 """
 
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
 import functools
-from collections import ChainMap
 from collections.abc import Callable
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, get_abstract_mesh
 
-from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
-from dualmesh.partition_spec import P, is_spec
-from dualmesh.programs import warn_of_forgotten
-from dualmesh.scope import current_scope
+from dualmesh.errors import ShapeError
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
-from dualmesh_jax.arrays import is_staging, laid_out
-from dualmesh_jax.meshes import ambient_mesh
-from dualmesh_jax.specs import checked_specs, mapped_by_spec
+from dualmesh_jax.lifted import Lifted
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
-
-NESTED = (
-    "shard_map: called inside a shard_map over the same axes ({axes}), where arrays are already this rank's blocks. "
-    "Call the function itself, or lift the outer function only."
-)
-OTHER_SIZE = (
-    "shard_map: traced under {around}, but {label} is on {mesh}. One jit runs over one set of devices: call it under a "
-    "state or a mesh over the same devices."
-)
-TRACED_CHECK = (
-    "shard_map: check_replicated=True compares the shards of a finished result, so it works only in a call outside "
-    "jit, grad and other transformations. Check once eagerly, and leave it out in the transformed function."
-)
 
 
 class JaxPrograms(Programs):
@@ -125,155 +103,6 @@ class JaxPrograms(Programs):
         if axis is not None:
             total = collectives.all_reduce(total, axis, op="sum")
         return total ** (1 / order)
-
-
-class Lifted:
-    """A per-rank function as a function of global arrays on one state's mesh; keeps its own compiled programs."""
-
-    def __init__(
-        self,
-        state: "JaxState",
-        fn: Callable[..., Any],
-        in_specs: Any,
-        out_specs: Any,
-        axes: tuple[str, ...] | None,
-        check_replicated: bool,
-    ) -> None:
-        self._state = state
-        self._fitted = state.arrays.fitted
-        self._fn = fn
-        self._in_specs = checked_specs(state.topology, "shard_map in_specs", in_specs, axes)
-        self._out_specs = checked_specs(state.topology, "shard_map out_specs", out_specs, axes)
-        self._axes = axes
-        self._check_replicated = check_replicated
-        self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
-        self._compiled = jax.jit(self._traced)
-        # inline: under an outer jit nothing but the shard_map itself appears. Eagerly it would leave JAX nothing to
-        # keep between two gradients, and each would run operation by operation.
-        self._inlined = jax.jit(self._traced, inline=True)
-        self._was_called = False
-
-    def __call__(self, *args: Any) -> Any:
-        current_scope()  # refuses where the thread is in another scope, for which the results would be kept
-        if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
-            args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
-        if not self._was_called:
-            self._was_called = True
-            forgotten: list[tuple[P, Any, list[str]]] = []
-            mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
-            for one in forgotten:
-                warn_of_forgotten(*one)
-        with ambient_mesh(self._state.shared):
-            try:
-                results = (self._inlined if is_staging() else self._compiled)(*args)
-            except ValueError as error:
-                self._check_devices(args, error)
-                raise
-        if self._check_replicated:
-            mapped_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
-        return results
-
-    def _traced(self, *args: Any) -> Any:
-        native = functools.partial(self._state.native_spec, "shard_map")
-        around = get_abstract_mesh()
-        mesh = self._state.shared.mesh
-        names = mesh.axis_names if self._axes is None else self._state.axes(self._axes)
-        if set(around.manual_axes) & set(names):
-            raise ArgumentError(NESTED.format(axes=listed(around.manual_axes)), axes=around.manual_axes)
-        if not around.empty and around.size != mesh.size:
-            raise ShardingError(OTHER_SIZE.format(around=around, label=self._state.label, mesh=mesh), mesh=mesh)
-        mapped_by_spec("shard_map in_specs", self._check_fits, self._in_specs, args)
-        lifted = jax.shard_map(
-            self._body,
-            mesh=None if around.manual_axes else mesh,  # the mesh around knows which of its axes are manual already
-            in_specs=jax.tree.map(native, self._in_specs, is_leaf=is_spec),
-            out_specs=jax.tree.map(lambda spec: native(P(*spec.entries)), self._out_specs, is_leaf=is_spec),
-            axis_names=set(names),
-            check_vma=False,
-        )
-        return lifted(*args)
-
-    def _body(self, *blocks: Any) -> Any:
-        results = self._fn(*blocks)
-        mapped_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
-        if self._has_partial:
-            results = mapped_by_spec("shard_map out_specs", self._summed, self._out_specs, results)
-        return results
-
-    def _summed(self, spec: P, block: Any) -> Any:
-        if self._state.size(spec.partial) == 1:
-            return block
-        return lax.psum(block, self._state.axes(spec.partial))
-
-    def _placed(self, spec: P, x: Any) -> Any:
-        if not isinstance(x, np.ndarray | np.generic):
-            return x
-        return laid_out("shard_map", x, self._fitted("shard_map", x, spec))
-
-    def _note_forgotten(self, forgotten: list[tuple[P, Any, list[str]]]) -> Callable[[P, Any], None]:
-        """Return what notes each argument that is split over axes which its spec leaves out."""
-
-        def note(spec: P, x: Any) -> None:
-            sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-            if not isinstance(sharding, NamedSharding) or sharding.mesh != self._state.shared.mesh:
-                return
-            split = {name for entry in sharding.spec for name in ([entry] if isinstance(entry, str) else entry or ())}
-            gone = split - set(self._state.axes(spec.axes))
-            axes = [axis for axis in self._state.topology.base_axes if gone & set(self._state.axes(axis))]
-            if axes:
-                forgotten.append((spec, x.shape, axes))
-
-        return note
-
-    def _check_fits(self, spec: P, x: Any) -> None:
-        self._fitted("shard_map", x, spec)
-
-    def _check_equal(self, spec: P, x: Any) -> None:
-        """Compare the shards that the spec declares equal, bit for bit; other processes send hashes of theirs."""
-        if isinstance(x, jax.core.Tracer):
-            raise ArgumentError(TRACED_CHECK)
-        state = self._state
-        ranks = dict(zip(state.shared.devices, state.members, strict=True))
-        mine = {
-            ranks[shard.device]: (repr(shard.index), sha256(np.asarray(shard.data).tobytes()).digest())
-            for shard in x.addressable_shards
-        }
-        said = mine if x.is_fully_addressable else dict(ChainMap(*state.host.all_gather(mine, "world")))
-        first: dict[str, tuple[int, bytes]] = {}
-        for rank, (part, digest) in sorted(said.items()):
-            other, expected = first.setdefault(part, (rank, digest))
-            if digest != expected:
-                raise ShardingError(
-                    f"shard_map: {spec!r} declares the result equal on ranks {other} and {rank}, but it differs. "
-                    f"Reduce it over the axes that out_specs leaves out, or name them there.",
-                    ranks=(other, rank),
-                    spec=spec,
-                )
-
-    def _check_devices(self, args: Any, cause: ValueError) -> None:
-        """Say it in dualmesh's words when an argument lies on other devices, or on these in another order."""
-        ours = self._state.shared.devices
-        for leaf in jax.tree.leaves(args):
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
-                continue
-            theirs = tuple(leaf.sharding.devices_indices_map(leaf.shape))
-            if theirs != ours:
-                order = ", in this order" if set(theirs) == set(ours) else ""
-                raise ShardingError(
-                    f"shard_map: an argument of shape {leaf.shape} lies on {listed(theirs)}{order}, but "
-                    f"{self._state.label} is over {listed(ours)}. Move it first, with dm.distribute(x, spec).",
-                    state=self._state,
-                ) from cause
-
-
-def _check_dims(spec: P, block: Any) -> None:
-    if len(spec.entries) > len(np.shape(block)):
-        raise ShardingError(
-            f"shard_map out_specs: {spec!r} has more entries than the result of shape {np.shape(block)} has dims. Give "
-            f"at most one entry per dim.",
-            spec=spec,
-            shape=np.shape(block),
-        )
 
 
 def _laid_out_like(gradient: Any, x: Any) -> Any:

@@ -189,6 +189,133 @@ def test_the_program_is_the_hand_written_one(name, under):
         assert program(lifted) == program(reference)
 
 
+def ulysses(gather_heads, gather_sequence):
+    """Return causal-free attention over whole sequences from blocks of sequences, (batch, length, heads, width)."""
+    import jax.numpy as jnp
+
+    def attention(x):
+        q, k, v = (gather_sequence(part) for part in (x, 2 * x, 3 * x))
+        scores = jnp.einsum("blhd,bmhd->bhlm", q, k)
+        mixed = jnp.einsum("bhlm,bmhd->blhd", jnp.exp(scores - scores.max(-1, keepdims=True)), v)
+        return gather_heads(mixed)
+
+    return attention
+
+
+def all_by_hand(names):
+    """Return, by name, (dualmesh's, the hand-written) for every op, and for attention."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    axis, ops, size = ("a", "c"), dm.ops, 4
+    pairs = ((0, 3), (2, 1))
+    index = lambda: lax.axis_index(names)  # noqa: E731
+    turn = dm.sequence
+    return {
+        **by_hand(names),
+        "max": (lambda x: ops.all_reduce(x, axis, "max"), lambda x: lax.pmax(x, names)),
+        "min": (lambda x: ops.all_reduce(x, axis, "min"), lambda x: lax.pmin(x, names)),
+        "mean of scatter": (
+            lambda x: ops.reduce_scatter(x, axis, 1, "mean"),
+            lambda x: lax.psum_scatter(x, names, scatter_dimension=1, tiled=True) / size,
+        ),
+        "permute": (lambda x: ops.permute(x, axis, pairs), lambda x: lax.ppermute(x, names, pairs)),
+        "broadcast": (
+            lambda x: ops.broadcast(x, axis, 2),
+            lambda x: lax.bitcast_convert_type(
+                lax.psum(jnp.where(index() == 2, lax.bitcast_convert_type(x, jnp.uint32), 0), names), jnp.float32
+            ),
+        ),
+        "enter": (lambda x: ops.enter(x, axis), lambda x: x),
+        "leave": (lambda x: ops.leave(x, axis), lambda x: lax.psum(x, names)),
+        "ulysses": (
+            ulysses(
+                lambda x: turn.gather_heads_scatter_seq(x, seq_dim=1, head_dim=2, axis=axis),
+                lambda x: turn.gather_seq_scatter_heads(x, seq_dim=1, head_dim=2, axis=axis),
+            ),
+            ulysses(
+                lambda x: lax.all_to_all(x, names, 1, 2, tiled=True),
+                lambda x: lax.all_to_all(x, names, 2, 1, tiled=True),
+            ),
+        ),
+        "remat": (lambda x: dm.remat(jnp.sin)(x), lambda x: jax.checkpoint(jnp.sin)(x)),
+    }
+
+
+COLLECTIVE = r"(\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+NAMES = (
+    *("sum", "mean", "gather", "scatter", "all_to_all", "shift", "take_block", "axis_index", "max", "min"),
+    *("mean of scatter", "permute", "broadcast", "enter", "leave", "ulysses", "remat"),
+)
+
+
+@in_jax()
+def test_compiled_programs_have_the_collectives_of_the_hand_written_ones_in_count_and_size():
+    import re
+
+    import jax
+    from jax.sharding import PartitionSpec
+
+    state = grid()
+    native = PartitionSpec(state.mesh.axis_names)
+    found = all_by_hand(state.group(("a", "c")))
+    assert set(found) == set(NAMES)
+    for name, (ours, hand) in found.items():
+        mapped = jax.shard_map(hand, mesh=state.mesh, in_specs=native, out_specs=native, check_vma=False)
+        x = np.ones((8, 2, 4, 3) if name == "ulysses" else (32, 8), np.float32)
+
+        def collectives(fn, x=x):
+            differentiable = name not in ("max", "min", "broadcast", "enter", "leave")  # noqa: B023
+            program = jax.grad(lambda x: (fn(x) ** 2).sum()) if differentiable else fn
+            text = jax.jit(program).lower(x).compile().as_text()
+            return sorted((op, shape) for shape, op in re.findall(COLLECTIVE, text))
+
+        lifted = dm.shard_map(ours, EVERYWHERE, EVERYWHERE)
+        assert collectives(lifted) == collectives(mapped), name
+
+
+@in_jax()
+def test_ulysses_attention_traces_to_the_hand_written_program():
+    import jax
+    from jax.sharding import PartitionSpec
+
+    state = grid()
+    native = PartitionSpec(state.mesh.axis_names)
+    ours, hand = all_by_hand(state.group(("a", "c")))["ulysses"]
+    lifted = dm.shard_map(ours, EVERYWHERE, EVERYWHERE)
+    mapped = jax.shard_map(hand, mesh=state.mesh, in_specs=native, out_specs=native, check_vma=False)
+    x = np.ones((8, 2, 4, 3), np.float32)
+    with jax.sharding.use_abstract_mesh(state.mesh.abstract_mesh):
+        assert str(jax.make_jaxpr(lifted)(x)) == str(jax.make_jaxpr(jax.jit(mapped, inline=True))(x))
+
+
+@in_jax()
+def test_plain_numbers_are_reduced_outside_shard_map_and_refused_where_jit_would_bake_them_in():
+    import jax
+
+    dm.init_parallel_state(dp_size=4, tp_size=2)
+    assert dm.ops.all_reduce(1.5, "dp") == 6.0
+    assert dm.ops.all_reduce(np.float64(1.5), ("dp", "tp"), "mean") == 1.5
+    assert dm.ops.all_reduce(3, "tp", "max") == 3
+    assert dm.ops.broadcast(True, "tp", src=1) is True
+    with pytest.raises(ArrayTypeError, match="the mean of integer values"):
+        dm.ops.all_reduce(3, "dp", "mean")
+    with pytest.raises(ArrayTypeError, match="float"):
+        jax.jit(lambda x: x * dm.ops.all_reduce(1.5, "dp"))(1.0)
+
+
+@in_jax()
+def test_counts_of_a_ragged_exchange_are_integers():
+    grid()
+
+    def run(x, counts):
+        return dm.ops.ragged_all_to_all(x[0], "b", counts[0], counts[0], rows=4)[None]
+
+    with pytest.raises(ArrayTypeError, match=r"send_counts are float32\. Counts are integers"):
+        dm.shard_map(run, EVERYWHERE, EVERYWHERE)(np.ones((8, 4, 2)), np.ones((8, 2), np.float32))
+
+
 @in_jax()
 def test_unequal_runs_arrive_by_sender_and_their_gradient_goes_back():
     import jax

@@ -225,3 +225,76 @@ def test_sync_gradients_sums_a_tree():
     summed = lifted(np.arange(8.0))
     np.testing.assert_array_equal(np.asarray(summed["w"]), [4.0, 6.0, 8.0, 10.0])
     np.testing.assert_array_equal(np.asarray(summed["b"][0]), [8.0, 12.0, 16.0, 20.0])
+
+
+@in_jax()
+def test_an_array_in_another_device_order_is_named_and_can_be_moved():
+    import jax
+
+    spec = dm.TopologySpec({"dp": 8})
+    dm.init_parallel_state(spec=spec)
+    turned = dm.init_parallel_state(spec=spec, ranks=tuple(range(7, -1, -1)), name="turned")
+    x = dm.distribute(np.arange(8.0), dm.P("dp"))
+    total = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P(), state=turned)
+    with pytest.raises(ShardingError, match=r"lies on .*in this order, but State 'turned' is over .*dm\.distribute"):
+        total(x)
+    assert float(total(dm.distribute(x, dm.P("dp"), state=turned))[0]) == 28.0
+    assert jax.sharding.get_mesh().empty
+
+
+@in_jax()
+def test_a_captured_variable_that_changed_is_seen_by_the_next_eager_call():
+    import jax.numpy as jnp
+
+    two_grids()
+    weight, scale, traces = jnp.ones(8), 1.0, []
+
+    def helper(x):
+        return x * scale
+
+    def body(x):
+        traces.append(1)
+        return helper(dm.ops.all_reduce((x * weight[: len(x)]).sum(), "dp"))
+
+    lifted = dm.shard_map(body, dm.P("dp"), dm.P())
+    x = np.arange(8.0)
+    assert [float(lifted(x)) for _ in range(3)] == [28.0] * 3
+    assert len(traces) == 1
+    weight = jnp.full(8, 2.0)
+    with pytest.warns(dm.errors.StateWarning, match=r"body captured has another value.*as an argument") as said:
+        assert float(lifted(x)) == 56.0
+    assert "/dualmesh" not in said[0].filename
+    scale = 3.0
+    with pytest.warns(dm.errors.StateWarning, match="captured"):
+        assert float(lifted(x)) == 168.0
+    assert float(lifted(x)) == 168.0
+    assert len(traces) == 3
+
+
+@in_jax()
+def test_the_second_eager_call_is_within_one_and_a_half_of_jits():
+    from tests.bench.jax_dispatch import ratio_of_eager_to_jit
+
+    dm.init_parallel_state(dp_size=8)
+    assert ratio_of_eager_to_jit(repeats=30) < 3.0, "1.5 on an idle machine (tests/bench/jax_dispatch.py)"
+
+
+@in_jax()
+@pytest.mark.parametrize("give", ["distribute", "shard_local", "shard_map"])
+def test_wide_integers_are_narrowed_where_they_fit_and_refused_where_they_would_wrap(give):
+    from dualmesh.errors import ArrayTypeError
+
+    dm.init_parallel_state(dp_size=8)
+    same = dm.shard_map(lambda x: x, dm.P("dp"), dm.P("dp"))
+    run = {
+        "distribute": lambda x: dm.distribute(x, dm.P("dp")),
+        "shard_local": lambda x: dm.shard_local(x, dm.P("dp")),
+        "shard_map": same,
+    }[give]
+    tokens = np.arange(8, dtype=np.int64) * 31_000
+    assert run(tokens).dtype == np.int32
+    np.testing.assert_array_equal(np.asarray(run(tokens)), tokens)
+    assert run(np.linspace(0, 1, 8)).dtype == np.float32
+    for wide in (tokens + 2**31, -tokens - 2**31 - 1, tokens.astype(np.uint64) + 2**32):
+        with pytest.raises(ArrayTypeError, match=rf"{give}: u?int64 values from .* do not fit u?int32.*jax_enable_x64"):
+            run(wide)

@@ -216,6 +216,78 @@ def test_scopes_open_inside_every_transformation(transform):
     assert jax.sharding.get_abstract_mesh().empty
 
 
+def transformed(both):
+    """Return, by name, (a jitted program around `both`, what it gives for its value) for every transformation."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    @jax.custom_vjp
+    def custom(x):
+        return both(x)[0]
+
+    custom.defvjp(lambda x: (both(x)[0], x), lambda x, g: (g * x,))
+    inside = lambda x: both(x)[0]  # noqa: E731
+    return {
+        "jit": lambda x: both(x),
+        "grad": lambda x: jax.value_and_grad(both, has_aux=True)(x)[0],
+        "vmap": lambda x: jax.tree.map(lambda y: y[1], jax.vmap(both)(jnp.stack([2 * x, x]))),
+        "scan": lambda x: jax.tree.map(lambda y: y[0], lax.scan(lambda c, y: (c, both(y)), 0.0, x[None])[1]),
+        "remat": lambda x: (jax.value_and_grad(jax.checkpoint(inside))(x)[0], both(x)[1]),
+        "custom_vjp": lambda x: (jax.value_and_grad(custom)(x)[0], both(x)[1]),
+        "cond": lambda x: lax.cond(x.sum() > 0, both, both, x),
+    }
+
+
+@in_jax()
+@pytest.mark.parametrize("around", ["nothing", "b", "user mesh", "same mesh", "with mesh"])
+def test_values_shardings_and_traces_are_right_in_every_transformation_under_every_mesh(around):
+    import contextlib
+    import warnings
+
+    import jax
+    from jax.sharding import AxisType, Mesh
+
+    states = two_grids()
+    user = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    total = dm.shard_map(lambda x: dm.ops.all_reduce(x.sum(), "dp"), dm.P("dp"), dm.P())
+    contexts = {
+        "nothing": contextlib.nullcontext,
+        "b": lambda: dm.use_parallel_state("talker"),
+        "user mesh": lambda: jax.set_mesh(user),
+        "same mesh": lambda: jax.set_mesh(states["dense"].mesh),
+        "with mesh": lambda: user,
+    }
+    traces = []
+
+    def both(x):
+        with dm.use_parallel_state("dense"):
+            traces.append(dm.get_parallel_state().size("dp"))
+            with dm.use_parallel_state("talker"):
+                traces.append(dm.get_parallel_state().size("dp"))
+                value = total(x)
+            return value, dm.constrain(x + 1, dm.P("sp"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with contexts[around]():
+            before = jax.sharding.get_mesh()
+            for name, program in transformed(both).items():
+                traces.clear()
+                step = jax.jit(program)
+                for factor in (1, 2, 3):
+                    value, moved = step(factor * X)
+                    assert float(value) == factor * X.sum(), name
+                    np.testing.assert_array_equal(np.asarray(moved), factor * X + 1, err_msg=name)
+                if name not in ("vmap", "scan", "cond"):  # there the layout of what is inside is JAX's business
+                    assert moved.sharding.is_equivalent_to(states["dense"].sharding(dm.P("sp")), 1), name
+                assert set(traces) == {4, 8}, name
+                assert len(traces) <= 4, f"{name}: traced more than once per use"
+                assert jax.sharding.get_mesh() == before, name
+    assert jax.sharding.get_mesh().empty
+    assert jax.sharding.get_abstract_mesh().empty
+
+
 @in_jax()
 def test_exceptions_inside_jit_restore_every_context():
     import jax

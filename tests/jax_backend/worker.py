@@ -3,6 +3,9 @@
 import functools
 import subprocess
 import sys
+from importlib.util import find_spec
+
+import pytest
 
 from tests.worlds import jax_world
 
@@ -18,6 +21,12 @@ def in_jax(world_size=8):
         return test
 
     return decorate
+
+
+def needs(*libraries):
+    """Skip a test, with the reason, where libraries are not installed; none is imported here."""
+    missing = [name for name in libraries if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 def _called(body, arguments):

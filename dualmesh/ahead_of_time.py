@@ -1,0 +1,72 @@
+"""`aot`: functions compiled ahead of time that refuse to run in another state than the one they were lowered in.
+
+A jitted function is traced anew for every state; one that was lowered and compiled (`fn.lower(...).compile()`) keeps
+the answers of the scope that it was lowered in, and would give them anywhere.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from dualmesh.errors import ArgumentError, ScopeError
+from dualmesh.scope import get_parallel_state, scope_name
+from dualmesh.state import ParallelState
+
+
+class AheadOfTime:
+    """What `aot` returns: calls the function, and lowers it for the ambient state."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> "ScopedStage":
+        """Lower the function for these arguments and the ambient state. *Local.*"""
+        lowered = self._fn.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        return ScopedStage(lowered, get_parallel_state(), scope_name())
+
+
+class ScopedStage:
+    """A lowered or compiled function with the state that it was lowered in; anything else is the framework's own."""
+
+    def __init__(self, stage: Any, state: ParallelState, name: str | None) -> None:
+        self._stage = stage
+        self._state = state
+        self._name = name
+
+    def compile(self, *args: Any, **kwargs: Any) -> "ScopedStage":
+        """Compile what was lowered. *Local.*"""
+        return ScopedStage(self._stage.compile(*args, **kwargs), self._state, self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        here = get_parallel_state()
+        if here is not self._state:
+            raise ScopeError(
+                f"aot: this function was lowered in {self._name!r} ({self._state.label}) and is called in "
+                f"{scope_name()!r} ({here.label}), where its sizes and meshes are others. Call it under "
+                f"dm.use_parallel_state({self._name!r}), or lower and compile it once per state.",
+                lowered_in=self._state,
+                called_in=here,
+            )
+        here.require_live("aot")
+        return self._stage(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+def aot(fn: Callable[..., Any]) -> AheadOfTime:
+    """Return a jitted function whose `.lower(...).compile()` refuses to run in another state than then. *Local.*
+
+    The state must be the one in which it was lowered; the name that it is entered by may be another.
+
+    Args:
+        fn: What `jax.jit` returns.
+
+    Raises:
+        ArgumentError: `fn` cannot be lowered.
+    """
+    if not callable(fn) or not hasattr(fn, "lower"):
+        raise ArgumentError(f"aot: {fn!r} cannot be lowered. Give a jitted function: dm.aot(jax.jit(fn)).", fn=fn)
+    return AheadOfTime(fn)
