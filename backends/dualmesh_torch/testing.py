@@ -61,4 +61,4 @@ def _positions(x: DTensor, dim: int) -> tuple[int, ...]:
     numbers = torch.arange(x.shape[dim], device=x.device).reshape(sizes).expand(x.shape)
     whole = DTensor.from_local(numbers, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
     own = whole.redistribute(x.device_mesh, x.placements).to_local()
-    return tuple(own.movedim(dim, 0).flatten(1)[:, 0].tolist()) if own.numel() else ()
+    return tuple(own.movedim(dim, 0).reshape(own.shape[dim], -1)[:, 0].tolist())

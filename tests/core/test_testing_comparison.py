@@ -1,0 +1,180 @@
+"""One function in many places: values, gradients and shardings are compared, and what differs is said."""
+
+import re
+
+import numpy as np
+import pytest
+from absl.testing import parameterized
+
+import dualmesh as dm
+from dualmesh.errors import ArgumentError, DifferenceError, WorkerError
+from dualmesh.testing import (
+    PLACES,
+    absl_cases,
+    assert_sharded_as,
+    compare_places,
+    difference,
+    place_of,
+    run_on,
+    splits,
+)
+from dualmesh.testing.leftovers import left_as_found
+
+X = np.random.default_rng(5).normal(size=(8, 4))
+W = np.random.default_rng(6).normal(size=(4, 8))
+IN, OUT = (dm.P("dp_shard"), dm.P(None, "tp")), (dm.P("dp_shard", "tp"), dm.P())
+
+
+def layer(x, w):
+    """Return the product and the sum of its squares over all ranks."""
+    from array_api_compat import array_namespace
+
+    y = x @ w
+    return y, dm.ops.all_reduce(array_namespace(y).sum(y * y), ("dp_shard", "tp"))
+
+
+def apart(x, w):
+    """As `layer`, but in torch the element that is largest there is off by a quarter on rank 2."""
+    y, total = layer(x, w)
+    state = dm.get_parallel_state()
+    if state.backend == "torch" and state.index("world") == 2:
+        y = y + (y == y.max()) * 0.25
+    return y, total
+
+
+@pytest.mark.parametrize("topology", splits(4, ("dp_shard", "tp")).values(), ids=splits(4, ("dp_shard", "tp")))
+def test_one_function_is_the_same_everywhere_and_as_numpy_has_it(topology):
+    y = X @ W
+    found = compare_places(layer, [X, W], IN, OUT, topology, wrt=(0, 1), expected=(y, np.sum(y * y)))
+    np.testing.assert_array_equal(found["values"]["0"], y)
+    assert {path: array.shape for path, array in found["gradients"].items()} == {"input 0": (8, 4), "input 1": (4, 8)}
+
+
+def test_a_difference_names_place_element_rank_values_and_ulps():
+    topology = dm.parallel_spec(dp_shard_size=2, tp_size=2)
+    y = X @ W
+    row, column = np.unravel_index(np.argmax(y[4:, :4]), (4, 4))
+    row += 4
+    value = y[row, column]
+    with pytest.raises(DifferenceError) as caught:
+        compare_places(apart, [X, W], IN, OUT, topology, places=["sim", "torch"], expected=(y, np.sum(y * y)))
+    said = str(caught.value)
+    assert f"compare_places: first difference: 0, element ({row}, {column}), rank 2, {value} (expected)" in said
+    assert f"and {value + 0.25} (torch)" in said
+    assert re.search(r"ulps; 1 of 64 elements differ", said)
+
+
+def test_a_wrong_gradient_behind_right_values_is_found():
+    def wrong(x, w):
+        from dualmesh.testing import inject
+
+        if dm.get_parallel_state().backend != "torch":
+            return layer(x, w)
+        with inject("grad_times_size", axis="tp"):
+            return layer(x, dm.ops.enter(w, "tp"))
+
+    topology = dm.parallel_spec(dp_shard_size=2, tp_size=2)
+    with pytest.raises((DifferenceError, WorkerError)) as caught:
+        compare_places(wrong, [X, W], IN, OUT, topology, places=["jax_x64", "torch"], wrt=(0, 1))
+    assert "gradient of input 1" in str(caught.value)
+
+
+def shards(lost):
+    """Return what is said of a tree in which one array lies as `lost` says."""
+    state = dm.init_parallel_state(dp_shard_size=2, tp_size=2)
+    plan = dm.ShardingPlan({"layers.*.w": dm.P("tp", "dp_shard"), "bias": dm.P("dp_shard")})
+    tree = {
+        "layers": [{"w": dm.distribute(X, dm.P("tp", "dp_shard"))}, {"w": dm.distribute(X, lost)}],
+        "bias": dm.distribute(X[:, 0], dm.P("dp_shard")),
+    }
+    try:
+        assert_sharded_as(tree, plan, state.topology)
+    except DifferenceError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("place", ["sim", "torch", "jax_x64"])
+def test_right_values_with_lost_shards_are_a_failure(place):
+    assert set(run_on(place, shards, dm.P("tp", "dp_shard"), world_size=4)) == {None}
+    for rank, said in enumerate(run_on(place, shards, dm.P(), world_size=4)):
+        begin = 4 * (rank % 2)
+        assert "first difference: layers.1.w: P('tp', 'dp_shard') puts" in said
+        assert f"{begin}..{begin + 3} of dim 0 of shape (8, 4) on rank {rank}, which holds 0..7" in said
+    for said in run_on(place, shards, dm.P("dp_shard", "tp"), world_size=4)[1:3]:
+        assert "layers.1.w" in said
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (np.float32([1.25]), np.float32([1.5]), r"element \(0,\), 1.25 \(expected\) and 1.5 \(found\), 2\^21 ulps"),
+        (np.float64([[1.0, 2.0]]), np.float64([[1.0, np.nan]]), r"element \(0, 1\), .* no number of ulps"),
+        (np.arange(3), np.array([0, 1, 3]), r"element \(2,\), 2 \(expected\) and 3 \(found\), 1 ulp;"),
+        (np.zeros(3), np.zeros(4), r"shape \(3,\) \(expected\) and \(4,\) \(found\)"),
+        (np.zeros(3), np.zeros(3, np.float32), r"dtype float64 \(expected\) and float32 \(found\)"),
+        (np.array([1 + 2j]), np.array([1 + 3j]), r"2\^51 ulps"),
+    ],
+)
+def test_what_differs_is_said(one, other, said):
+    found = difference("w", one, other)
+    assert found is not None
+    assert re.search(said, str(found)), str(found)
+
+
+def test_what_is_equal_is_not_different():
+    same = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0])
+    assert difference("w", same, same.copy(), rtol=0) is None
+    assert difference("w", np.array([0.0]), np.array([-0.0]), rtol=0) is None
+    assert difference("w", np.array([1.0, 1e-13]), np.array([1.0, 0.0])) is None
+    assert difference("w", np.array([1.0, 1e-13]), np.array([1.0, 0.0]), rtol=0).element == (1,)
+    assert difference("w", np.array([1.0]), np.nextafter(np.array([1.0]), 2), rtol=0).ulps == 1
+
+
+def test_a_place_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(ArgumentError, match=r"no place 'jx'. Places: sim, torch, jax, jax_x64.*Did you mean 'jax'"):
+        run_on("jx", int, world_size=1)
+    assert place_of("jax", env=dict(PLACES["jax"].env)).pool() is PLACES["jax"].pool()
+
+
+def test_a_worker_that_raises_brings_its_error_and_closures_travel():
+    base = 10
+
+    def fails():
+        dm.init_parallel_state(dp_size=2)
+        raise KeyError(base + dm.get_parallel_state().size("dp"))
+
+    with pytest.raises(WorkerError, match="KeyError: 12") as caught:
+        run_on("jax_x64", fails, world_size=2)
+    assert caught.value.errors[0].args == (12,)
+
+
+def test_what_a_test_leaves_behind_is_named_and_tidied():
+    opened = []
+
+    @left_as_found()
+    def leave():
+        opened.append(dm.init_distributed("sim", world_size=2))
+        dm.init_parallel_state(dp_size=2)
+
+    with pytest.raises(DifferenceError, match=r"(?s)names: was \[\], is \['base'\].*worlds: was \[\], is \['sim'\]"):
+        leave()
+    opened[0].close()
+    with left_as_found():
+        pass
+
+
+class AbslCases(parameterized.TestCase):
+    """The same through absl.testing, as JAX's own tests are written."""
+
+    @parameterized.named_parameters(*absl_cases(splits(4, ("dp_shard", "tp"))))
+    def test_topologies(self, topology):
+        y = X @ W
+        compare_places(layer, [X, W], IN, OUT, topology, places=["sim"], expected=(y, np.sum(y * y)))
+
+
+def test_splits_are_all_of_a_world():
+    assert list(splits(4, ("dp_shard", "tp"))) == ["tp4", "dp_shard2_tp2", "dp_shard4"]
+    assert len(splits(8)) == 35
+    with pytest.raises(ArgumentError, match="axis 'ep'"):
+        splits(4, ("ep",))
