@@ -168,6 +168,24 @@ class Programs(ABC):
         Blocks, which differ along `axis` only, count as global arrays that are split over it.
         """
 
+    def clip_grad_norm_(
+        self,
+        parameters: Any,
+        max_norm: float,
+        order: float,
+        blocks: Mapping[Axis, Any],
+        error_if_nonfinite: bool,
+    ) -> Any:
+        """Scale gradients in place; return their norm before. For frameworks whose parameters hold gradients.
+
+        Raises:
+            BackendError: The framework's gradients are values.
+        """
+        raise BackendError(
+            "clip_grad_norm_: the gradients of this backend are values, which nothing changes in place. Multiply them "
+            "by min(1, max_norm / (dm.global_norm(gradients) + 1e-6))."
+        )
+
 
     def clip_grad_norm_(
         self,
