@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from dualmesh import agreement, environment
+from dualmesh.errors import AgreementError, DualmeshError
 from dualmesh.state import StatePlan
 from dualmesh_torch import private
 
@@ -55,8 +56,32 @@ def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
     for ranks in sorted(by_ranks, key=lambda members: (members[0], len(members), tuple(members[:64]))):
         if rank in ranks:
             said = f"{len(by_ranks[ranks])} to build: " + "; ".join(by_ranks[ranks])
-            timeout_s = environment.timeout_s()
-            agreement.agree(TorchStore(store, session), "init_parallel_state", ranks, rank, said, timeout_s)
+            _agreed(store, session, "init_parallel_state", ranks, rank, said)
+
+
+def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, said: str) -> None:
+    """Return once all ranks of a group that is made at first use want it made. *Collective over the ranks.*"""
+    store = private.default_store()
+    if store is not None and len(ranks) > 1:
+        _agreed(store, session, where, ranks, rank, said)
+
+
+def _agreed(store: Any, session: str, where: str, ranks: Sequence[int], rank: int, said: str) -> None:
+    try:
+        agreement.agree(TorchStore(store, session), where, ranks, rank, said, environment.timeout_s())
+    except DualmeshError:
+        raise
+    except RuntimeError as error:
+        raise unanswered(where, rank, error) from error
+
+
+def unanswered(where: str, rank: int, error: Exception) -> AgreementError:
+    """Return the error for a store that does not answer. *Pure.*"""
+    return AgreementError(
+        f"{where}: the store in which the ranks met does not answer on rank {rank}: {error}. The process that holds "
+        f"it, usually that of rank 0, has probably died. Nothing was built. Start the world anew.",
+        rank=rank,
+    )
 
 
 def _members(plan: StatePlan) -> Sequence[int]:

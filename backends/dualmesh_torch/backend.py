@@ -15,7 +15,7 @@ from dualmesh.errors import BackendError, SessionError
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import modules, private
-from dualmesh_torch.agreement import agree_on
+from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
@@ -157,7 +157,10 @@ def _session_number(group: dist.ProcessGroup) -> str:
     Each rank counts the worlds that it joined through this store; a fresh store starts anew.
     """
     store = None if "fake" in _device_backends().values() else private.default_store()
-    return "0" if store is None else str(store.add(f"dualmesh/worlds/{group.rank()}", 1))
+    try:
+        return "0" if store is None else str(store.add(f"dualmesh/worlds/{group.rank()}", 1))
+    except RuntimeError as error:
+        raise unanswered("Backend 'torch'", group.rank(), error) from error
 
 
 def _check(plan: StatePlan) -> None:

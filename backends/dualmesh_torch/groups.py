@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from dualmesh import environment
 from dualmesh.errors import GroupTimeoutError, listed
 from dualmesh.group_options import GroupOptions
 from dualmesh.lanes import Lane, Membership
@@ -54,6 +55,14 @@ class GroupPool:
     def keys(self) -> tuple[Key, ...]:
         """Return what is in use. *Local.*"""
         return tuple(self._groups)
+
+    def has(self, key: Key) -> bool:
+        """Tell whether a group exists, or needs none to be made. *Local.*"""
+        return key in self._groups or self._is_default(key)
+
+    def generation(self, key: Key) -> int:
+        """Return which group of its kind the next one is; the same on all members. *Local.*"""
+        return self._generations.get(key, -1) + 1
 
     def in_use(self) -> Iterator[tuple[Key, Group, list[object]]]:
         """Return the groups and the states that use each. *Local.*"""
@@ -144,18 +153,22 @@ class GroupPool:
         return whole and key.lane == lane and not key.options and not key.owner and backend == key.backend
 
     def _created(self, key: Key) -> Group:
-        generation = self._generations[key] = self._generations.get(key, -1) + 1
+        generation = self._generations[key] = self.generation(key)
         ranks = hashlib.sha256(",".join(map(str, key.ranks)).encode()).hexdigest()[:16]
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
         own = f"-own{key.owner}" if key.owner else ""
         name = f"dualmesh/{self.session}/{ranks}/{key.lane}{own}/{options}/{generation}"
         settings = dict(key.options)
+        timeout = self._timeout(key, settings)
+        # Members that died must not be waited for as long as a collective may take.
+        patience = timedelta(seconds=environment.timeout_s()) if private.has_timeouts() and self.is_real else timeout
         try:
-            return private.member_group(
-                key.ranks, self.rank, name, key.backend, self._timeout(key, settings), _native(key, settings)
-            )
+            group = private.member_group(key.ranks, self.rank, name, key.backend, patience, _native(key, settings))
         except RuntimeError as error:
             raise _unmade(key, self.rank, error) from error
+        if patience is not timeout:
+            private.set_timeout(group, timeout or private.default_timeout(key.backend))
+        return group
 
     def _timeout(self, key: Key, settings: dict[str, Any]) -> timedelta | None:
         if "timeout_s" in settings:

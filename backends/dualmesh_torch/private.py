@@ -54,7 +54,7 @@ def member_group(
     world = torch_groups._world  # noqa: SLF001
     default = torch_groups._get_default_group()  # noqa: SLF001
     backend_name = c10d.Backend(backend)
-    wait = timeout if timeout is not None else torch_groups._get_default_timeout(backend_name)  # noqa: SLF001
+    wait = timeout if timeout is not None else default_timeout(backend)
     bound = default.bound_device_id
     # With a bound device the constructor would split the default communicator, which needs every rank of the world.
     default.bound_device_id = None
@@ -100,16 +100,28 @@ def timeout_of(group: Group, device_type: str) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
+def default_timeout(backend: str) -> timedelta:
+    """Return how long collectives of a communication backend wait unless told otherwise. Reason: not public."""
+    find = getattr(c10d, "_get_default_timeout", None)
+    found: timedelta = dist.default_pg_timeout if find is None else find(c10d.Backend(backend))
+    return found
+
+
+def has_timeouts() -> bool:
+    """Tell whether the timeout of a group can be changed."""
+    return hasattr(c10d, "_set_pg_timeout")
+
+
 def set_timeout(group: Group, timeout: timedelta) -> None:
     """Set how long collectives of a group wait from here on. *Local.* Reason: there is no public setter.
 
     Raises:
         BackendError: This version of torch has none at all.
     """
-    change = getattr(c10d, "_set_pg_timeout", None)
-    if change is None:
+    if not has_timeouts():
         raise BackendError("set_timeout: this version of torch cannot. Give group_options={'timeout_s': ...} at init.")
-    change(timeout, group)
+    set_it: Any = c10d._set_pg_timeout  # noqa: SLF001
+    set_it(timeout, group)
 
 
 def forget_plans() -> None:

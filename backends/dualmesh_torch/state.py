@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dualmesh import lanes
-from dualmesh.errors import ShardingError
+from dualmesh.errors import ShardingError, listed
 from dualmesh.group_options import checked_timeout
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
 from dualmesh.state import AxisTable, ParallelState, StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_torch import private
+from dualmesh_torch.agreement import agree_on_group
 from dualmesh_torch.arrays import TorchArrays
 from dualmesh_torch.collectives import TorchCollectives
 from dualmesh_torch.groups import Group, GroupPool, Key
@@ -113,6 +114,10 @@ class TorchState(ParallelState):
         found = self._held.get(key)
         if found is not None:
             return found
+        if self._pool.is_real and not self._pool.has(key):
+            where = f"{self.label}: the first collective over the ranks {listed(need.ranks)}"
+            said = f"a group in lane {key.lane!r}, number {self._pool.generation(key)} of its kind"
+            agree_on_group(where, need.ranks, self._pool.rank, self._pool.session, said)
         self._held.update(self._pool.acquire([key], self))
         if self._timeout_s is not None and self._pool.is_real:
             private.set_timeout(self._held[key], timedelta(seconds=self._timeout_s))

@@ -104,6 +104,14 @@ def traded(rows: Tensor, party: Party, into: Counts, out: Counts) -> Tensor:
     return found
 
 
+def _summed_apart(x: Tensor, party: Party, *, op: str) -> Tensor:
+    """Sum as `all_reduce` does, told apart from it by a copy.
+
+    Torch makes equal computations of one graph one, results included, though they have different gradients.
+    """
+    return all_reduce(x.clone(), party, op=op)
+
+
 VERBS: dict[str, Callable[..., Tensor]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -114,5 +122,5 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "permute": permute,
     "ragged_all_to_all": partial(ragged.all_to_all, traded),
     "enter": pair.enter,
-    "leave": partial(pair.leave, all_reduce),
+    "leave": partial(pair.leave, _summed_apart),
 }
