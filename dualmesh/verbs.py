@@ -186,25 +186,6 @@ class Programs(ABC):
             "by min(1, max_norm / (dm.global_norm(gradients) + 1e-6))."
         )
 
-
-    def clip_grad_norm_(
-        self,
-        parameters: Any,
-        max_norm: float,
-        order: float,
-        blocks: Mapping[Axis, Any],
-        error_if_nonfinite: bool,
-    ) -> Any:
-        """Scale gradients in place; return their norm before. For frameworks whose parameters hold gradients.
-
-        Raises:
-            BackendError: The framework's gradients are values.
-        """
-        raise BackendError(
-            "clip_grad_norm_: the gradients of this backend are values, which nothing changes in place. Multiply them "
-            "by min(1, max_norm / (dm.global_norm(gradients) + 1e-6))."
-        )
-
     def federated_mean(self, tree: Any, plan: "AveragingPlan") -> Any:
         """Carry out a plan of federated averaging for the state's ranks; see `dualmesh.federated_mean`."""
         raise BackendError(f"federated_mean: {type(self).__qualname__} does not offer it. Use torch, jax or sim.")
