@@ -1,68 +1,50 @@
-"""Every collective on every backend against numpy on the blocks of all ranks."""
+"""Every collective on every backend against numpy on the blocks of all ranks: the checks of `dualmesh.testing`."""
 
 import numpy as np
 import pytest
 
-from tests.contract import cases, oracle, runs
-from tests.contract.backends import BACKENDS, DIFFERENTIABLE, agreed, run
-
-WORLDS = (1, 2, 3, 4, 6, 8)
-
-
-def expected(world, case):
-    return oracle.everywhere(oracle.forward, world, case.verb, case.axis, case.blocks(world), dict(case.settings))
+from dualmesh.errors import DifferenceError
+from dualmesh.testing import contract, inject
+from dualmesh.testing.contract import cases
+from dualmesh.testing.contract.checks import expected, transposed
+from tests.contract.backends import BACKENDS, DIFFERENTIABLE, place, run
 
 
-def check(wanted, found, *, rtol):
-    """Fail with every case whose result is not the oracle's, in value, shape or dtype."""
-    wrong = []
-    for case, value in wanted.items():
-        got = found[case]
-        if isinstance(got, str):
-            wrong.append(f"{case}: {got}")
-        elif got.dtype != value.dtype or got.shape != value.shape:
-            wrong.append(f"{case}: {got.dtype}{got.shape}, expected {value.dtype}{value.shape}")
-        elif not np.allclose(value, got, rtol=rtol, atol=rtol):
-            wrong.append(f"{case}: {np.sum(~np.isclose(value, got, rtol=rtol, atol=rtol))} of {got.size} differ")
-    if wrong:
-        pytest.fail(f"{len(wrong)} of {len(wanted)} cases:\n" + "\n".join(wrong), pytrace=False)
-
-
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", contract.WORLDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_collective_gives_what_its_definition_gives(backend, world):
-    some = cases.grid(world)
-    found = agreed(run(backend, runs.collectives, world, some, world_size=world))
-    check({case: expected(world, case) for case in some}, found, rtol=1e-13)
+    contract.check_collectives(place(backend), world)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_dtype_travels_and_stays(backend):
-    some = cases.dtypes()
-    found = agreed(run(backend, runs.collectives, 4, some, world_size=4))
-    check({case: expected(4, case) for case in some}, found, rtol=2e-3)
+    contract.check_dtypes(place(backend))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_moving_collectives_keep_every_bit(backend):
-    found = agreed(run(backend, runs.special_values, world_size=4))
-    for verb, (sent, got) in found.items():
-        assert sent.tobytes() == got.tobytes(), verb
+    contract.check_bits(place(backend))
 
 
 @pytest.mark.parametrize("world", [2, 4, 6, 8])
 @pytest.mark.parametrize("backend", DIFFERENTIABLE)
 def test_every_gradient_is_the_exact_transpose(backend, world):
-    some = [case for case in cases.grid(world) if case.has_gradient]
-    shapes = {case: expected(world, case).shape for case in some}
-    found = agreed(run(backend, runs.gradients, world, some, shapes, world_size=world))
-    wanted = {case: transposed(world, case, shapes[case]) for case in some}
-    check(wanted, found, rtol=1e-12)
+    contract.check_gradients(place(backend), world)
 
 
-def transposed(world, case, shape):
-    weight = cases.cotangent(case, shape)
-    return case.gradient(oracle.everywhere(oracle.backward, world, case.verb, case.axis, weight, dict(case.settings)))
+def test_a_backend_that_swaps_ranks_is_seen():
+    def swapped(fn, *args, **settings):
+        def broken(*args):
+            from dualmesh.testing.contract.runs import opened
+
+            opened(4)
+            with inject("swap_ranks", verb="all_gather"):
+                return fn(*args)
+
+        return run("sim", broken, *args, **settings)
+
+    with pytest.raises(DifferenceError, match=r"(?s)contract: \d+ of \d+ cases:.*all_gather\('a', dim=0\)"):
+        contract.check_collectives(swapped, 4)
 
 
 def test_the_oracles_transposes_are_transposes():
