@@ -18,6 +18,9 @@ from dualmesh.testing import (
     run_on,
     splits,
 )
+from dualmesh.testing.fixtures import everywhere as everywhere
+from dualmesh.testing.fixtures import nothing_left as nothing_left
+from dualmesh.testing.fixtures import sim_session as sim_session
 from dualmesh.testing.leftovers import left_as_found
 
 X = np.random.default_rng(5).normal(size=(8, 4))
@@ -162,6 +165,37 @@ def test_what_a_test_leaves_behind_is_named_and_tidied():
     opened[0].close()
     with left_as_found():
         pass
+
+
+def left_in_a_worker():
+    """Leave a scope open, as a test would by mistake; return what is said."""
+    state = dm.init_parallel_state(dp_size=2)
+    scope = dm.use_parallel_state(dm.init_parallel_state(tp_size=2, name="other"))
+    try:
+        with left_as_found():
+            scope.__enter__()
+    except DifferenceError as error:
+        return str(error), state.label
+    finally:
+        scope.__exit__(None, None, None)
+    return None
+
+
+def test_contexts_of_a_framework_count_as_left_behind():
+    for place in ("torch", "jax_x64"):
+        for said, _ in run_on(place, left_in_a_worker, world_size=2):
+            assert "first difference: scope: was None, is 'other'" in said
+            assert ("jax: JAX ambient state: was" in said) == (place == "jax_x64")
+
+
+def test_fixtures_run_a_test_once_per_place_and_watch_what_it_leaves(everywhere, nothing_left):
+    found = everywhere(lambda: dm.init_parallel_state(tp_size=2).size("tp"), world_size=2)
+    assert set(found) == {2}
+
+
+def test_a_fixture_opens_a_simulated_world(sim_session):
+    assert sim_session.world_size == 8
+    assert dm.init_parallel_state(dp_size=8).backend == "sim"
 
 
 class AbslCases(parameterized.TestCase):

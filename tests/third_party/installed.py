@@ -10,12 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.workers import Pool
+from dualmesh.testing import place_of, run_on
 
 PACKAGE = Path(__file__).parent / "toy"
 INSTALL = "-m pip install --quiet --no-deps --no-build-isolation --no-index --disable-pip-version-check --target"
-
-pool = Pool({"OMP_NUM_THREADS": "1", "DUALMESH_TIMEOUT_S": "20"})
 
 
 @cache
@@ -32,13 +30,5 @@ def folder() -> str:
 
 def toy_world(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float = 120.0) -> list[Any]:
     """Run `fn` in a process that has the package on its path, every rank a thread; return [result]."""
-    return pool.run(_in_toy, [(folder(), fn, args, world_size)], timeout_s=timeout_s)
-
-
-def _in_toy(path: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> Any:
-    if path not in sys.path:
-        sys.path.insert(0, path)
-    import dualmesh as dm
-
-    with dm.session(backend="toy", world_size=world_size):
-        return fn(*args)
+    place = place_of("toy", env={"OMP_NUM_THREADS": "1", "DUALMESH_TIMEOUT_S": "20"}, path=[folder()])
+    return run_on(place, fn, *args, world_size=world_size, timeout_s=timeout_s)
