@@ -16,7 +16,7 @@ from dualmesh.errors import DualmeshError, StaleStateError
 from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.groups_in_use import GroupInUse, groups_in_use
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
-from dualmesh.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
+from dualmesh.loss import global_norm, sum_gradients, sync_gradients, token_mean
 from dualmesh.partition_spec import P
 from dualmesh.plan import ShardingPlan
 from dualmesh.plan_models import init_sharded
@@ -53,7 +53,6 @@ __all__ = [
     "aot",
     "bind",
     "clear_parallel_state",
-    "clip_grad_norm_",
     "constrain",
     "describe",
     "described",

@@ -168,6 +168,7 @@ class Programs(ABC):
         Blocks, which differ along `axis` only, count as global arrays that are split over it.
         """
 
+
     def clip_grad_norm_(
         self,
         parameters: Any,

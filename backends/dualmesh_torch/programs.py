@@ -5,7 +5,7 @@ that several ranks hold passes each of them its part.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,13 +111,7 @@ class TorchPrograms(Programs):
         return gradients.synced(params, self._state.party(axis))
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
-        axes = () if axis is None else (axis,)
-        return norms.of(self._state, [(one, axes) for one in leaves(tree)], order)
-
-    def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, order: float, blocks: Mapping[Axis, Any], error_if_nonfinite: bool
-    ) -> Any:
-        return norms.clip(self._state, parameters, max_norm, order, blocks, error_if_nonfinite)
+        return norms.of(list(leaves(tree)), order, None if axis is None else self._state.party(axis))
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
         """Return this rank's block."""

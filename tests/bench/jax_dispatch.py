@@ -67,7 +67,7 @@ def measure() -> None:
     with dm.session(backend="jax", world_size=4):
         state = dm.init_parallel_state(dp_size=4)
         lifted, by_hand, x = programs()
-        step, small = jax.jit(lambda x: x + 1), jax.numpy.ones(())
+        step = jax.jit(lambda x: x + 1)
         names = {
             "floor": two_contexts(state),
             "use": dm.use_parallel_state,
@@ -75,22 +75,25 @@ def measure() -> None:
             "by_hand": by_hand,
             "x": x,
             "step": step,
-            "small": small,
             "wait": jax.block_until_ready,
         }
         scopes = {
             "user context + set_mesh": "floor()",
             "use_parallel_state('base')": "with use('base'): pass",
         }
-        steps = {"jitted step, no scope": "step(small)"}
-        inside = {"jitted step, in a scope": "step(small)"}
+        steps = {"jitted step, no scope": "step(x)"}
+        by_jax = {"jitted step, under jax.set_mesh": "step(x)"}
+        inside = {"jitted step, in a scope": "step(x)"}
         calls = {"hand-jitted shard_map": "wait(by_hand(x))", "dm.shard_map, called eagerly": "wait(lifted(x))"}
         seconds = interleaved({row: repeated(code, names) for row, code in scopes.items()}, number=5_000)
         table(f"scopes, jax {jax.__version__}", seconds, {"use_parallel_state('base')": "user context + set_mesh"})
-        seconds = interleaved({row: repeated(code, names) for row, code in steps.items()}, number=5_000)
+        seconds = interleaved({row: repeated(code, names) for row, code in steps.items()}, number=300)
+        with jax.set_mesh(state.mesh):
+            seconds |= interleaved({row: repeated(code, names) for row, code in by_jax.items()}, number=300)
         with dm.use_parallel_state("base"):
-            seconds |= interleaved({row: repeated(code, names) for row, code in inside.items()}, number=5_000)
-        table("dispatch of a jitted step", seconds, {"jitted step, in a scope": "jitted step, no scope"})
+            seconds |= interleaved({row: repeated(code, names) for row, code in inside.items()}, number=300)
+        floors = {"jitted step, in a scope": "jitted step, under jax.set_mesh"}
+        table("dispatch of a jitted step over 4 devices", seconds, floors)
         seconds = interleaved({row: repeated(code, names) for row, code in calls.items()}, number=200)
         table("eager calls", seconds, {"dm.shard_map, called eagerly": "hand-jitted shard_map"})
 
