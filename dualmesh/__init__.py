@@ -3,21 +3,32 @@
 This face re-exports; each name is documented where it lives.
 """
 
+from dualmesh import flags as flags
 from dualmesh import host as host
 from dualmesh import importers as importers
+from dualmesh import initializers as initializers
 from dualmesh import ops as ops
 from dualmesh import presets as presets
 from dualmesh import sequence as sequence
 from dualmesh.ahead_of_time import aot
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
+from dualmesh.configuration import Configuration
 from dualmesh.description import describe, described
 from dualmesh.distributed_state import DistributedState
 from dualmesh.errors import DualmeshError, StaleStateError
+from dualmesh.fabric import create_device_mesh
+from dualmesh.federated_exchange import federated_mean
+from dualmesh.federation import FederatedSpec
 from dualmesh.group_topology import GroupSpec, GroupTopology
 from dualmesh.groups_in_use import GroupInUse, groups_in_use
 from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
-from dualmesh.loss import global_norm, sum_gradients, sync_gradients, token_mean
+from dualmesh.initializers import ProcessGroupInitializer
+from dualmesh.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
+from dualmesh.node_discovery import nodes
+from dualmesh.nodes import Nodes
+from dualmesh.parallel_modes import ParallelMode
 from dualmesh.partition_spec import P
+from dualmesh.pictures import draw
 from dualmesh.plan import ShardingPlan
 from dualmesh.plan_models import init_sharded
 from dualmesh.programs import remat, shard_map, value_and_grad
@@ -30,33 +41,45 @@ from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
 from dualmesh.state import ParallelState
+from dualmesh.state_config import StateConfig
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Configuration",
     "DistributedState",
     "DualmeshError",
+    "FederatedSpec",
     "GroupInUse",
     "GroupSpec",
     "GroupTopology",
+    "Nodes",
     "P",
+    "ParallelMode",
     "ParallelState",
+    "ProcessGroupInitializer",
     "RankGroups",
     "Session",
     "ShardingPlan",
     "StaleStateError",
+    "StateConfig",
     "Topology",
     "TopologySpec",
     "View",
     "aot",
     "bind",
     "clear_parallel_state",
+    "clip_grad_norm_",
     "constrain",
+    "create_device_mesh",
     "describe",
     "described",
     "distribute",
+    "draw",
+    "federated_mean",
+    "flags",
     "get_parallel_state",
     "get_parallel_state_by_name",
     "global_norm",
@@ -67,7 +90,9 @@ __all__ = [
     "init_parallel_state",
     "init_parallel_states",
     "init_sharded",
+    "initializers",
     "local_slices",
+    "nodes",
     "ops",
     "parallel_spec",
     "presets",

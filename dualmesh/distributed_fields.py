@@ -98,6 +98,11 @@ class DistributedFields:
             self.federated_local_rank, self.federated_local_size, self.federated_rank, self.federated_world_size
         )
 
+    @property
+    def fabric_in_use(self) -> Fabric:
+        """What makes its meshes and groups. *Local.*"""
+        return self._fabric()
+
     def _fabric(self) -> Fabric:
         return driver_for(None).fabric() if self.fabric is None else self.fabric
 

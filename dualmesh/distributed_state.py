@@ -261,6 +261,7 @@ class DistributedState(DistributedFields):
                 f"DistributedState.{where}: the world is not running, so nothing can be made. Start it first, for "
                 f"example with dm.init_distributed()."
             )
+        fabric.check_place(f"DistributedState.{where}", *self._place(where))
         return fabric
 
     def _group(self, fabric: Fabric, ranks: tuple[int, ...], description: str | None) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from dualmesh.errors import BackendError
+from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.lazy import np
 from dualmesh.resolution import positive
 
@@ -22,6 +24,14 @@ class Fabric(ABC):
     @abstractmethod
     def is_running(self) -> bool:
         """Whether the world exists, so that groups can be made. *Local.*"""
+
+    @abstractmethod
+    def check_place(self, where: str, rank: int, world_size: int) -> None:
+        """Refuse a place that this process does not have in the running world. *Local.*
+
+        Raises:
+            RankError: It is another.
+        """
 
     @abstractmethod
     def communication_backends(self) -> tuple[str, ...]:
@@ -55,6 +65,17 @@ class Fabric(ABC):
     @abstractmethod
     def make_streams(self, device: Any, count: int) -> tuple[Any, ...] | None:
         """Return streams on which groups communicate side by side, or None where devices have none. *Local.*"""
+
+    def federated_mean(self, tree: Any, plan: AveragingPlan, state: Any) -> Any:
+        """Carry a plan out over the groups of a `DistributedState`. *Collective over the plan's ranks.*
+
+        Raises:
+            BackendError: Nothing communicates here.
+        """
+        raise BackendError(
+            f"federated_mean: a {type(self).__name__} carries nothing. Use the fabric of a running torch or JAX world.",
+            fabric=self,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,9 @@ class ListedFabric(Fabric):
 
     def is_running(self) -> bool:
         return self.running
+
+    def check_place(self, where: str, rank: int, world_size: int) -> None:
+        """Accept any place: lists are nobody's. *Local.*"""
 
     def communication_backends(self) -> tuple[str, ...]:
         return ("gloo", "nccl", "mpi", "ucc", "xccl")

@@ -24,7 +24,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dualmesh.errors import ArgumentError, RankError, did_you_mean, listed
-from dualmesh.group_topology import GroupSpec
+from dualmesh.federated_groups import FederatedGroups
 from dualmesh.rank_groups import RankGroups
 from dualmesh.resolution import whole
 
@@ -220,9 +220,9 @@ class FederatedTopology:
         """Return `partition` as rank groups. *Pure*, O(world)."""
         return RankGroups(self.partition(kind))
 
-    def group_spec(self) -> GroupSpec:
+    def group_spec(self) -> FederatedGroups:
         """Return all partitions as the axes of one spec, for a named state. *Pure*, O(world)."""
-        return GroupSpec({kind: self.rank_groups(kind) for kind in KINDS})
+        return FederatedGroups(self, {kind: self.rank_groups(kind) for kind in KINDS})
 
     def _group(self, kind: Kind, rank: int) -> tuple[int, ...]:
         if kind == "federated":

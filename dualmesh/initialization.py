@@ -10,6 +10,7 @@ from typing import Any, Literal
 from dualmesh import scope
 from dualmesh.arguments import flag_of, items_of, words_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.federation import FederatedSpec
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
 from dualmesh.rank_groups import RankGroups
@@ -21,7 +22,7 @@ from dualmesh.state import ParallelState, StatePlan
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
-AnySpec = TopologySpec | GroupSpec
+AnySpec = TopologySpec | GroupSpec | FederatedSpec
 DP_MODES = ("fsdp2", "fsdp1", "ddp")
 INCLUDE_SP = (
     "init_parallel_state: include_sp_in_fsdp=False is not supported: parameters are always sharded over the sequence "
@@ -68,7 +69,8 @@ def init_parallel_state(
             innermost unless `extra_parallel_outermost` says otherwise.
         async_enabled: Kept for the trainer.
         name: The name to register; None, as the seed allows: "base".
-        spec: Axes of one's own, instead of sizes: a grid, or rank groups (one axis "group", or several named ones).
+        spec: Axes of one's own, instead of sizes: a grid, rank groups (one axis "group", or several named ones), or
+            federations.
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.
         ranks: The session ranks of the state in grid order, when it is not over all of them.
         own_groups: Give the state communicators of its own.
@@ -211,10 +213,10 @@ def _named_specs(specs: Mapping[str, Any], default: str | None) -> dict[str, Any
     for name, spec in specs.items():
         _checked_name(name)
         named[name] = GroupSpec.of(spec) if isinstance(spec, RankGroups) else spec
-        if not isinstance(named[name], TopologySpec | GroupSpec):
+        if not isinstance(named[name], AnySpec):
             raise ArgumentError(
                 f"init_parallel_states: {name!r} maps to {spec!r}. Give a dm.TopologySpec, for example "
-                f"dm.parallel_spec(dp_size=2), or rank groups (dm.RankGroups, dm.GroupSpec).",
+                f"dm.parallel_spec(dp_size=2), rank groups (dm.RankGroups, dm.GroupSpec), or a dm.FederatedSpec.",
                 name=name,
                 spec=spec,
             )
@@ -259,6 +261,9 @@ def _fault(places: tuple[Any, ...], bad: list[Any]) -> str:
 
 def _fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, current: Session) -> Topology:
     """Resolve a spec for the ranks that the state is over."""
+    if isinstance(spec, FederatedSpec):
+        size = current.world_size if places is None else len(places)
+        return spec.resolve(size).group_spec().resolve(size)
     if places is not None:
         return spec.resolve(len(places))
     if isinstance(spec, GroupSpec) or not whole(spec.rank_offset):

@@ -14,7 +14,7 @@ from dualmesh.initialization import init_parallel_state
 from dualmesh.parallel_modes import SIZE_NAMES, ParallelMode, mode_groups
 from dualmesh.registry import registry
 from dualmesh.resolution import positive, whole
-from dualmesh.session import session_for
+from dualmesh.session import Session, session_for
 
 GroupMaker = Callable[["ModeInitializer", str], Any]
 """Makes the native group of an initializer's rank, given the communication backend. Called on every rank."""
@@ -128,15 +128,15 @@ class ModeInitializer(ProcessGroupInitializer):
 def state_group(initializer: ModeInitializer, backend: str) -> Any:
     """Register the groups as a state and return the rank's native group. *Collective over the world.*
 
-    Where there is no native group (in JAX, and where a process holds several ranks), it is the list of ranks; the
-    collectives of the state take the axis name either way.
+    Where a state has no native group for lists of ranks (JAX, sim), the backend's fabric makes it: in JAX a mesh of
+    one axis, "group". The collectives of the state take the axis name either way.
 
     Raises:
         RankError: The running world has another size, or this process does not hold the rank.
     """
     with session_for(None) as current:
         _check_place(initializer, current.world_size, current.local_ranks)
-        return _group_of(initializer, backend)
+        return _group_of(initializer, backend, current)
 
 
 def _check_place(initializer: ModeInitializer, world_size: int, local_ranks: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ def _check_place(initializer: ModeInitializer, world_size: int, local_ranks: Seq
         )
 
 
-def _group_of(initializer: ModeInitializer, backend: str) -> Any:
+def _group_of(initializer: ModeInitializer, backend: str, current: Session) -> Any:
     axis, rank = initializer.mode.value, initializer.rank
     spec, on_cpu = GroupSpec({axis: initializer.groups}), backend == "gloo"
     wanted: object = spec
@@ -158,13 +158,15 @@ def _group_of(initializer: ModeInitializer, backend: str) -> Any:
     if known is not None and known.is_live and known.topology.spec == wanted:
         state = known
     else:
-        state = init_parallel_state(name=name, spec=spec, device_type="cpu" if on_cpu else None)
+        state = init_parallel_state(
+            name=name, spec=spec, backend=current.backend, device_type="cpu" if on_cpu else None
+        )
     if not initializer.groups.is_member(rank):
         return None
     try:
         return state.group(axis)
     except (RankError, SpecError):  # several ranks in this process; or JAX, where only grids have a native name
-        return state.ranks(axis, rank)
+        return current.driver.fabric().make_group(state.ranks(axis, rank), backend, name)
 
 
 class TrainDPGroupInitializer(ModeInitializer):

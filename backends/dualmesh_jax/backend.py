@@ -13,12 +13,14 @@ from jax.sharding import AxisType
 from dualmesh import environment
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
+from dualmesh.fabric import Fabric
 from dualmesh.resolution import whole
 from dualmesh.scope import add_mirror
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
 from dualmesh_jax.devices import axis_type, check_local, ordered_devices, request_cpu_devices, too_few
+from dualmesh_jax.fabric import JaxFabric
 from dualmesh_jax.launching import join, joins_others
 from dualmesh_jax.meshes import MeshBook
 from dualmesh_jax.private import backend_is_initialized
@@ -102,6 +104,10 @@ class JaxBackend(Backend):
         built = [JaxState(plan, world, mesh, self._store) for plan, mesh in zip(plans, shared, strict=True)]
         self._states += built
         return list(built)
+
+    def fabric(self) -> Fabric:
+        self.world()
+        return JaxFabric(self._book.devices, self._store)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
         return modules.scoped(target, name_or_state)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dualmesh.errors import ShapeError
+from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
+from dualmesh_jax import federated
 from dualmesh_jax.lifted import Lifted
 
 if TYPE_CHECKING:
@@ -103,6 +105,18 @@ class JaxPrograms(Programs):
         if axis is not None:
             total = collectives.all_reduce(total, axis, op="sum")
         return total ** (1 / order)
+
+    def federated_mean(self, tree: Any, plan: AveragingPlan) -> Any:
+        state = self._state
+        if not state.is_manual("world"):
+            return federated.mean_of_trees(tree, plan, federated.Federations(state.mesh, self._gathered))
+        for x in jax.tree.leaves(tree):
+            federated.check_dtype(x)
+        names = state.axes("world")
+        return jax.tree.map(lambda x: federated.mean_of_block(x, plan, names), tree)
+
+    def _gathered(self, said: str) -> list[str]:
+        return self._state.host.all_gather(said, "world")
 
 
 def _laid_out_like(gradient: Any, x: Any) -> Any:

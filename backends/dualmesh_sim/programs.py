@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShapeError, ShardingError, listed
+from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape, slices_of
 from dualmesh.topology import Axis
@@ -14,6 +15,7 @@ from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
 from dualmesh_sim.arrays import SimArray, SimArrays
 from dualmesh_sim.collectives import kind_of, reduced
+from dualmesh_sim.federated import averaged
 from dualmesh_sim.rendezvous import Run, place
 
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ class SimPrograms(Programs):
         power = norm if order == np.inf else norm**order
         total = self._state.collectives.all_reduce(np.asarray(power), axis, op=op)
         return total if order == np.inf else total ** (1 / order)
+
+    def federated_mean(self, tree: Any, plan: AveragingPlan) -> Any:
+        return mapped(lambda x: averaged(self._state, x, plan), tree)
 
     def _whole(self, x: Any) -> Any:
         return self._arrays.to_numpy(x) if isinstance(x, SimArray) else np.asarray(x)

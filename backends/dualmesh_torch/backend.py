@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
+from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
+from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
@@ -29,6 +31,7 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         self._world: World | None = None
         self.pool: GroupPool | None = None
+        self._fabric: tuple[GroupPool | None, TorchFabric] = (None, TorchFabric(None))
         carry_to_workers()
 
     def world(self) -> World | None:
@@ -118,6 +121,12 @@ class TorchBackend(Backend):
             )
             for key, group, users in (self.pool.in_use() if self.pool is not None else ())
         )
+
+    def fabric(self) -> Fabric:
+        self.world()
+        if self._fabric[0] is not self.pool:
+            self._fabric = (self.pool, TorchFabric(self.pool))
+        return self._fabric[1]
 
     def _adopt(self, group: dist.ProcessGroup) -> None:
         if self._world is not None:

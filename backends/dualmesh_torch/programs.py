@@ -5,13 +5,14 @@ that several ranks hold passes each of them its part.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
+from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.programs import warn_of_forgotten
@@ -22,6 +23,7 @@ from dualmesh_torch import borrowed, boundary, gradients, norms, scope
 from dualmesh_torch.arrays import TorchArrays, tensor_of
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.captures import refuse_captured
+from dualmesh_torch.federated import averaged
 from dualmesh_torch.replication import check_replicated as check_equal
 
 if TYPE_CHECKING:
@@ -111,7 +113,19 @@ class TorchPrograms(Programs):
         return gradients.synced(params, self._state.party(axis))
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
-        return norms.of(list(leaves(tree)), order, None if axis is None else self._state.party(axis))
+        axes = () if axis is None else (axis,)
+        return norms.of(self._state, [(one, axes) for one in leaves(tree)], order)
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, order: float, blocks: Mapping[Axis, Any], error_if_nonfinite: bool
+    ) -> Any:
+        return norms.clip(self._state, parameters, max_norm, order, blocks, error_if_nonfinite)
+
+    def federated_mean(self, tree: Any, plan: AveragingPlan) -> Any:
+        state, axes = self._state, {"mean": "replica", "exchange": "federated", "broadcast": "replica"}
+        rank = state.own_rank()
+        home = state.ranks("federation", rank)
+        return averaged(tree, plan, state.grid_rank(rank), lambda step: state.party(axes.get(step, "world")), home)
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
         """Return this rank's block."""
