@@ -94,12 +94,15 @@ def reshard(x: Any, source: "TorchState", source_spec: P, target: "TorchState", 
     journey = Journey(head.shape, ends.given, ends.taken, head.is_global)
     route_of(journey, ends.rank)  # refuses what does not divide, alike on all ranks and before anything moves
     needs = head.needs_gradient and torch.is_grad_enabled()
+    uninvited = block is None and not _is_tie(x)
     if block is None:
-        block = x if isinstance(x, Tensor) else torch.empty(0)
+        block = x if isinstance(x, Tensor) and not uninvited else torch.empty(0)
         if needs and not block.requires_grad:
             block = torch.empty(0, dtype=head.dtype, requires_grad=True)
         block = block.to(source.device_type)
     found: Tensor = _apply(block, journey, ends.rank, ends.party, head.dtype)
+    if uninvited:  # said only now, so that nobody waits for this rank
+        raise ArrayTypeError(NO_SOURCE.format(rank=ends.rank, source=source.label, found=_shown(x)), found=x)
     if ends.taken.position(ends.rank) is None or not head.is_global:
         return found
     mesh, placements = target.sharding(spec)
@@ -206,10 +209,7 @@ class _Ends:
 def _known(x: Any, ends: _Ends) -> tuple[Tensor | None, _Head]:
     """Return this rank's block (None outside the source) and what every rank knows of the array."""
     if ends.given.position(ends.rank) is None:
-        head = _heard(ends.told([0] * _HEAD_SIZE), ends.source)
-        if x is None or (isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == (0,)):
-            return None, head
-        raise ArrayTypeError(NO_SOURCE.format(rank=ends.rank, source=ends.source.label, found=_shown(x)), found=x)
+        return None, _heard(ends.told([0] * _HEAD_SIZE), ends.source)
     try:
         block, own = _read(x, ends)
     except DualmeshError:
@@ -264,6 +264,11 @@ def _heard(numbers: list[int], source: "TorchState") -> _Head:
         raise ShardingError(f"reshard: rank {source.members[0]} of {source.label} refused its array; see its error.")
     is_global, needs, dtype, ndim, *sizes = numbers
     return _Head(bool(is_global), bool(needs), _DTYPES[dtype], tuple(sizes[:ndim]))
+
+
+def _is_tie(x: Any) -> bool:
+    """Tell whether this is nothing, or what a reshard returns on ranks outside its target."""
+    return x is None or (isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == (0,))
 
 
 def _shown(x: Any) -> str:

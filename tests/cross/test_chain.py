@@ -1,0 +1,158 @@
+"""Vision -> thinker -> talker over three states on other ranks and grids: values and gradients of one process."""
+
+import numpy as np
+import pytest
+
+import dualmesh as dm
+from tests.worlds import torch_world, wide_worlds
+
+SLOW_S = 400.0  # eight processes on a busy machine
+STATES = {
+    "vision": ({"dp": 2, "sp": 2}, (6, 7, 4, 5)),
+    "thinker": ({"dp": 2, "sp": 4}, None),
+    "talker": ({"dp": 4, "sp": 1}, (1, 0, 2, 3)),
+}
+BATCH, LENGTH, WIDTH = 8, 8, 6
+TOKENS, ROWS, WHOLE = dm.P("dp", "sp"), dm.P("dp"), dm.P()
+
+
+def numbers():
+    """Return pixels, targets and the weights of the three parts, different in every element."""
+    draw = np.random.default_rng(5)
+    data = {name: draw.normal(size=(BATCH, LENGTH, WIDTH)) for name in ("pixels", "targets")}
+    return data, {name: draw.normal(size=(WIDTH, WIDTH)) / 2 for name in STATES}
+
+
+def in_one_process(data, weights):
+    """Return the loss and its gradient by every weight, by hand in numpy."""
+    seen = np.tanh(data["pixels"] @ weights["vision"])
+    mixed = seen + seen.mean(1, keepdims=True)
+    thought = np.tanh(mixed @ weights["thinker"])
+    missed = thought @ weights["talker"] - data["targets"]
+    back = 2 * missed / BATCH
+    gradients = {"talker": np.einsum("bli,blj->ij", thought, back)}
+    back = (back @ weights["talker"].T) * (1 - thought**2)
+    gradients["thinker"] = np.einsum("bli,blj->ij", mixed, back)
+    back = back @ weights["thinker"].T
+    back = (back + back.mean(1, keepdims=True)) * (1 - seen**2)
+    gradients["vision"] = np.einsum("bli,blj->ij", data["pixels"], back)
+    return (missed**2).sum() / BATCH, gradients
+
+
+def tanh(x):
+    from array_api_compat import array_namespace
+
+    return array_namespace(x).tanh(x)
+
+
+def see(pixels, weight):
+    return tanh(pixels @ weight)
+
+
+def think(seen, weight):
+    with dm.use_parallel_state("thinker"):
+        mean = dm.ops.all_reduce(seen.sum(1)[:, None, :], "sp") / LENGTH
+    return tanh((seen + mean) @ weight)
+
+
+def talk(thought, weight, targets):
+    with dm.use_parallel_state("talker"):
+        return dm.ops.all_reduce(((thought @ weight - targets) ** 2).sum() / BATCH, "dp")
+
+
+def opened():
+    return {
+        name: dm.init_parallel_state(spec=dm.TopologySpec(sizes), ranks=ranks, name=name)
+        for name, (sizes, ranks) in STATES.items()
+    }
+
+
+def with_global_arrays(data, weights):
+    """Run the chain on DTensors or jax Arrays; return what this process knows of the loss and the gradients."""
+    states = opened()
+    parts = {
+        "vision": dm.shard_map(see, (TOKENS, WHOLE), TOKENS, state=states["vision"]),
+        "thinker": dm.shard_map(think, (TOKENS, WHOLE), TOKENS, state=states["thinker"]),
+        "talker": dm.shard_map(talk, (ROWS, WHOLE, ROWS), WHOLE, state=states["talker"]),
+    }
+    mine = {name: state for name, state in states.items() if state.is_member}
+    laid = {name: dm.distribute(weights[name], WHOLE, state=state) for name, state in mine.items()}
+    pixels, targets = (
+        dm.distribute(data[what], spec, state=states[name]) if name in mine else None
+        for what, spec, name in (("pixels", TOKENS, "vision"), ("targets", ROWS, "talker"))
+    )
+
+    def loss(laid):
+        seen = parts["vision"](pixels, laid["vision"]) if "vision" in mine else None
+        seen = dm.reshard(seen, src=("vision", TOKENS), dst=("thinker", TOKENS))
+        thought = parts["thinker"](seen, laid["thinker"])
+        thought = dm.reshard(thought, src=("thinker", TOKENS), dst=("talker", ROWS))
+        return parts["talker"](thought, laid["talker"], targets) if "talker" in mine else thought.sum()
+
+    if states["thinker"].backend == "jax":
+        import jax
+
+        value, gradients = jax.value_and_grad(loss)(laid)
+    else:
+        for weight in laid.values():
+            weight.requires_grad_()
+        value = loss(laid)
+        value.backward()
+        gradients = {name: weight.grad for name, weight in laid.items()}
+    found = {name: dm.to_numpy(gradients[name], state=state) for name, state in mine.items()}
+    return float(dm.to_numpy(value, state=states["talker"])) if "talker" in mine else None, found
+
+
+def with_blocks(data, weights):
+    """Run the chain as per-rank code of torch."""
+    import torch
+
+    states = opened()
+    mine = {name: state for name, state in states.items() if state.is_member}
+    laid = {name: torch.nn.Parameter(torch.from_numpy(weights[name].copy())) for name in mine}
+
+    def block(what, spec, name):
+        return torch.from_numpy(data[what][dm.local_slices(spec, data[what].shape, state=states[name])].copy())
+
+    seen = see(block("pixels", TOKENS, "vision"), laid["vision"]) if "vision" in mine else None
+    seen = dm.reshard(seen, src=("vision", TOKENS), dst=("thinker", TOKENS))
+    thought = think(seen, laid["thinker"])
+    thought = dm.reshard(thought, src=("thinker", TOKENS), dst=("talker", ROWS))
+    value = thought.sum()  # on ranks that talk to nobody: the zero that keeps them in the backward pass
+    if "talker" in mine:
+        value = ((thought @ laid["talker"] - block("targets", ROWS, "talker")) ** 2).sum() / BATCH
+    value.backward()
+    for name, state in mine.items():
+        dm.sync_gradients([laid[name]], "world", state=state)
+    total = dm.ops.all_reduce(value.detach(), "world", state=states["thinker"])
+    return float(total), {name: weight.grad.numpy() for name, weight in laid.items()}
+
+
+def check(answers):
+    wanted, gradients = in_one_process(*numbers())
+    losses = [loss for loss, _ in answers if loss is not None]
+    assert losses
+    np.testing.assert_allclose(losses, wanted, rtol=1e-13)
+    assert {name for _, found in answers for name in found} == set(STATES)
+    for _, found in answers:
+        for name, gradient in found.items():
+            np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_the_chain_of_global_arrays_computes_what_one_process_does(backend):
+    check(wide_worlds()[backend](with_global_arrays, *numbers(), world_size=8, timeout_s=SLOW_S))
+
+
+def test_the_chain_of_blocks_computes_what_one_process_does():
+    check(torch_world(with_blocks, *numbers(), world_size=8, timeout_s=SLOW_S))
+
+
+def test_the_hand_written_gradient_is_that_of_the_loss():
+    data, weights = numbers()
+    _, gradients = in_one_process(data, weights)
+    for name in STATES:
+        nearby = {one: weight.copy() for one, weight in weights.items()}
+        nearby[name][2, 3] += 1e-6
+        slope = (in_one_process(data, nearby)[0] - in_one_process(data, weights)[0]) / 1e-6
+        np.testing.assert_allclose(slope, gradients[name][2, 3], rtol=1e-4)
