@@ -186,3 +186,49 @@ def test_transformers_splits_a_model_over_a_states_mesh(tmp_path):
     for difference, shape in torch_world(with_transformers, str(tmp_path), world_size=2):
         assert difference < 1e-12
         assert shape == (16, 16)
+
+
+def with_trainer(path):
+    import torch
+    import transformers
+    from accelerate.state import AcceleratorState
+    from torch.distributed.fsdp import fully_shard
+
+    state = dm.init_parallel_state(dp_shard_size=2)
+    forget = launched(state)
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self):
+            return torch.utils.data.DataLoader([own_rows(step, state) for step in range(STEPS)], batch_size=None)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            x, y = inputs
+            return dm.token_mean((model(x) - y).square().sum(), len(x))[0]
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            objective = self.compute_loss(model, inputs)
+            self.accelerator.backward(objective)
+            return objective.detach()
+
+    try:
+        net = network()
+        fully_shard(net, mesh=state.fsdp_mesh)
+        dm.sum_gradients(net)
+        settings = transformers.TrainingArguments(
+            **{"output_dir": path, "use_cpu": True, "max_steps": STEPS, "max_grad_norm": 0.0, "report_to": []},
+            **{"save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"},
+        )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        trainer = Trainer(net, settings, train_dataset=[0] * STEPS, optimizers=(optimizer, constant))
+        trainer.accelerator.prepare_model = lambda model, *_, **__: model  # which would wrap it in DDP once more
+        trainer.train()
+        return [dm.to_numpy(parameter) for parameter in net.parameters()]
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        forget()
+
+
+@needs("accelerate", "transformers", "tokenizers", "safetensors", "huggingface_hub")
+def test_the_hugging_face_trainer_trains_what_a_state_shards(tmp_path):
+    assert_trained(torch_world(with_trainer, str(tmp_path), world_size=2))
