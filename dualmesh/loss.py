@@ -4,10 +4,12 @@ The differentiated objective is the sum over ranks of each rank's scalar; this m
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dualmesh import ops
 from dualmesh.ambient import meant
+from dualmesh.arguments import flag_of
 from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.state import ParallelState
@@ -84,14 +86,61 @@ def global_norm(tree: Any, ord: float = 2, axis: Axis | None = None, *, state: P
 
     Args:
         tree: Nested containers of global arrays: DTensors, JAX arrays; of gradients to clip, for example. A plain
-            torch tensor, or a DTensor beyond its own mesh, counts as equal on every rank.
+            torch tensor, or a DTensor beyond its own mesh, counts as equal on every rank; an expert whose mesh leaves
+            out axes of its view, as different along those.
         ord: The order of the norm, above 0; inf is the largest absolute value.
         axis: The axis along which per-rank blocks differ: blocks of a tensor-parallel module, say. Give blocks and
             replicated arrays in two calls and put their norms together.
     """
     owner = meant("global_norm", state)
-    if isinstance(ord, bool) or not isinstance(ord, int | float) or not ord > 0:
-        raise ArgumentError(f"global_norm: ord={ord!r}. Give a number above 0, or inf.", ord=ord)
+    order = _order_of("global_norm", "ord", ord)
     owner.require_ready("global_norm")
     split = axis if axis is not None and owner.size(axis) > 1 else None
-    return owner.programs.global_norm(tree, float(ord), split)
+    return owner.programs.global_norm(tree, order, split)
+
+
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    blocks: Mapping[Axis, Any] | None = None,
+    state: ParallelState | None = None,
+) -> Any:
+    """Scale gradients in place so that their norm, of all taken as one vector, is at most `max_norm`. *Collective.*
+
+    norm = (sum of |g| ** norm_type over all elements g of the whole model, each once) ** (1 / norm_type), or the
+    largest |g| for inf; then g *= min(1, max_norm / (norm + 1e-6)), as in torch. Torch only: where gradients are
+    values, scale them by `global_norm`. Every rank of the state calls it, with or without parameters.
+
+    Args:
+        parameters: A module, or parameters; those without a gradient count as 0.
+        blocks: Parameters of which each index along an axis holds another part: {"tp": mlp.parameters()} where
+            per-rank code splits plain tensors. The mesh of a DTensor is known, the view of an expert too, and along
+            "pp" all parameters are taken to differ unless "pp" is named here.
+
+    Returns:
+        The norm before, a scalar, the same on every rank.
+
+    Raises:
+        NonFiniteError: It is NaN or infinite, and `error_if_nonfinite`.
+    """
+    owner = meant("clip_grad_norm_", state)
+    order = _order_of("clip_grad_norm_", "norm_type", norm_type)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
+        raise ArgumentError(f"clip_grad_norm_: max_norm={max_norm!r}. Give a number, at least 0.", max_norm=max_norm)
+    if blocks is not None and not isinstance(blocks, Mapping):
+        raise ArgumentError(f"clip_grad_norm_: blocks={blocks!r}. Give a dict of axes to parameters.", blocks=blocks)
+    flag = flag_of("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
+    owner.require_ready("clip_grad_norm_")
+    if isinstance(parameters, Iterator):
+        parameters = list(parameters)
+    stages: dict[Axis, Any] = {"pp": parameters} if "pp" in owner.axis_names and owner.size("pp") > 1 else {}
+    return owner.programs.clip_grad_norm_(parameters, float(max_norm), order, {**stages, **(blocks or {})}, flag)
+
+
+def _order_of(where: str, name: str, order: Any) -> float:
+    if isinstance(order, bool) or not isinstance(order, int | float) or not order > 0:
+        raise ArgumentError(f"{where}: {name}={order!r}. Give a number above 0, or inf.", **{name: order})
+    return float(order)

@@ -13,11 +13,11 @@ from dualmesh.partition_spec import P
 from dualmesh.pending import Finished, Pending
 from dualmesh.topology import Axis
 
-Kind = Literal["bool", "integer", "float", "complex"]
 if TYPE_CHECKING:
     from dualmesh.federated_averaging import AveragingPlan
     from dualmesh.state import ParallelState
 
+Kind = Literal["bool", "integer", "float", "complex"]
 
 
 class Collectives(ABC):
@@ -123,13 +123,13 @@ class Arrays(ABC):
     def constrain(self, x: Any, spec: P) -> Any:
         """Return the same global value with the sharding `spec`. Collective over the state."""
 
-
     @abstractmethod
     def reshard(self, x: Any, spec: P, source: "ParallelState", source_spec: P) -> Any:
         """Return the global value that lies in `source` as `source_spec` says laid out here; see `dualmesh.reshard`.
 
         The states are of one backend and live; this process is a member of one of them at least.
         """
+
 
 class Programs(ABC):
     """Functions of global arrays."""
@@ -167,7 +167,6 @@ class Programs(ABC):
 
         Blocks, which differ along `axis` only, count as global arrays that are split over it.
         """
-
 
     def clip_grad_norm_(
         self,
@@ -214,6 +213,7 @@ class Models(ABC):
     @abstractmethod
     def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:
         """Return `fn(*args)` laid out as `specs_of(model)` says, with no process holding all of it where it can be."""
+
 
 class HostObjects(ABC):
     """Plain Python objects between processes."""
