@@ -5,9 +5,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import MembershipError, RankError, ShapeError, ShardingError
-from tests.contract import cases, runs
-from tests.contract.backends import agreed
-from tests.contract.test_collectives import check, expected, transposed
+from dualmesh.testing.contract import agreed, cases, runs
+from dualmesh.testing.contract.checks import expected, transposed
 from tests.jax_backend.processes import in_processes, processes
 
 WHOLE = np.arange(96.0).reshape(8, 12)
@@ -31,6 +30,14 @@ def test_ranks_are_ordered_by_process_and_position_whatever_the_ids(devices):
         assert mine == tuple(range(first, first + devices[process]))
         assert last >= 2048, "ids of several processes are not contiguous, so they are no ranks"
         first += devices[process]
+
+
+def check(wanted, found, *, rtol):
+    """Compare every case with its definition, dtype and shape included; a case that failed is its error's text."""
+    for case, value in wanted.items():
+        assert not isinstance(found[case], str), f"{case}: {found[case]}"
+        assert (found[case].dtype, found[case].shape) == (value.dtype, value.shape), str(case)
+        np.testing.assert_allclose(found[case], value, rtol=rtol, atol=rtol, err_msg=str(case))
 
 
 def some_cases(world):
