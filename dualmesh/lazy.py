@@ -1,7 +1,8 @@
 """Modules that are imported when first used, so that `import dualmesh` stays cheap.
 
 Only what is slow to import and not needed by all is named here: numpy, array-api-compat, importlib.metadata, and
-cloudpickle, which only `dualmesh.testing` needs.
+cloudpickle, which only `dualmesh.testing` needs. So are pictures of topologies, which know topologies and are asked for
+by them.
 """
 
 import importlib
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     import array_api_compat
     import cloudpickle  # type: ignore[import-untyped]
     import numpy as np
+
+    import dualmesh.notebooks as notebooks
+    import dualmesh.pictures as pictures
 else:
 
     class _LazyModule(ModuleType):
@@ -26,5 +30,7 @@ else:
     array_api_compat = _LazyModule("array_api_compat")
     cloudpickle = _LazyModule("cloudpickle")
     metadata = _LazyModule("importlib.metadata")
+    notebooks = _LazyModule("dualmesh.notebooks")
+    pictures = _LazyModule("dualmesh.pictures")
 
-__all__ = ["array_api_compat", "cloudpickle", "metadata", "np"]
+__all__ = ["array_api_compat", "cloudpickle", "metadata", "notebooks", "np", "pictures"]

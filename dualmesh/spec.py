@@ -10,6 +10,7 @@ from typing import Any
 from dualmesh import notation
 from dualmesh.arguments import items_in
 from dualmesh.errors import SpecError, did_you_mean, listed
+from dualmesh.lazy import notebooks
 from dualmesh.resolution import fit, whole
 from dualmesh.topology import Topology
 
@@ -179,6 +180,9 @@ class TopologySpec:
         parts += [f"roles={self.roles!r}"] if self.parts else []
         parts += [f"rank_offset={self.rank_offset}"] if self.rank_offset else []
         return f"TopologySpec({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        return notebooks.spec_html(self)
 
 
 def pairs_of(what: str, mapping: Any) -> tuple[tuple[str, Any], ...]:

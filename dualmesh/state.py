@@ -20,6 +20,7 @@ from dualmesh.errors import (
     listed,
 )
 from dualmesh.group_options import GroupOptions, checked_timeout
+from dualmesh.lazy import notebooks
 from dualmesh.partition_spec import P
 from dualmesh.resolution import whole
 from dualmesh.seed_attributes import SeedAttributes
@@ -83,8 +84,8 @@ class ParallelState(SeedAttributes, ABC):
     collectives: Collectives
     arrays: Arrays
     programs: Programs
-    host: HostObjects
     models: Models
+    host: HostObjects
     group: Callable[[Axis], Any]
 
     def __init__(self, plan: StatePlan, world: World) -> None:
@@ -370,6 +371,9 @@ class ParallelState(SeedAttributes, ABC):
     def __repr__(self) -> str:
         name = f"{self.names[0]!r}, " if self.names else ""
         return f"<{type(self).__name__} {name}{self.topology!r}>"
+
+    def _repr_html_(self) -> str:
+        return notebooks.state_html(self)
 
     @property
     def session_words(self) -> str:

@@ -12,12 +12,17 @@ from dualmesh.differences import differences
 from dualmesh.drawing import drawn
 from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
 from dualmesh.layout import Layout, clash
+from dualmesh.lazy import notebooks, pictures
 from dualmesh.resolution import ROLES, whole
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
+    from dualmesh.picture_shapes import Theme
+    from dualmesh.pictures import Picture
     from dualmesh.rank_groups import RankGroups
     from dualmesh.spec import TopologySpec
 
@@ -184,6 +189,20 @@ class Topology:
             rank=rank,
             world_size=self.world_size,
         )
+
+    def draw(
+        self,
+        path: "str | Path | None" = None,
+        *,
+        gpus_per_node: int = 8,
+        rank: int | None = None,
+        theme: "Theme" = "auto",
+    ) -> "Picture":
+        """Draw the topology as a picture, and save it where a path is given; see `dualmesh.draw`. *Local.*"""
+        return pictures.draw(self, path, gpus_per_node=gpus_per_node, rank=rank, theme=theme)
+
+    def _repr_html_(self) -> str:
+        return notebooks.topology_html(self)
 
     def diff(self, other: "Topology") -> str:
         """Say what differs between this topology and another, line by line, or that nothing does. *Pure.*
