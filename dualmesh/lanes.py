@@ -5,10 +5,11 @@ Making them is in the backends; which ranks an axis joins is in `topology`. Coll
 that fire at other places on other ranks would meet the wrong partner and hang.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from dualmesh.layout import Layout
 from dualmesh.topology import Axis, Topology
 
 Lane = Literal["data", "param"]
@@ -65,10 +66,13 @@ def membership(
         grid_rank: A rank of the topology.
         places: Session ranks in grid order; None: the topology's own ranks.
     """
-    ranks = topology.ranks(axis, grid_rank)
-    if places is not None:
-        ranks = tuple(places[rank - topology.rank_offset] for rank in ranks)
+    ranks = _session_ranks(topology, axis, grid_rank, places)
     return Membership(ranks, lane if len(ranks) > 1 else "data")
+
+
+def _session_ranks(topology: Topology, axis: Axis, grid_rank: int, places: Sequence[int] | None) -> tuple[int, ...]:
+    ranks = topology.ranks(axis, grid_rank)
+    return ranks if places is None else tuple(places[rank - topology.rank_offset] for rank in ranks)
 
 
 def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> dict[Axis, Membership]:
@@ -79,11 +83,18 @@ def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None
     >>> memberships(topology, 0)["dp_shard_sp"]
     Membership(ranks=(0, 1, 2, 3), lane='param')
     """
-    return {
-        axis: membership(topology, axis, lane_of(topology, axis), grid_rank, places)
-        for axis in topology.axis_names
-        if topology.is_member(axis, grid_rank)
-    }
+    found: dict[Axis, Membership] = {}
+    known: dict[Layout, tuple[int, ...]] = {}
+    for axis in topology.axis_names:
+        if topology.is_member(axis, grid_rank):
+            layout = topology.layouts.get(axis)
+            ranks = known.get(layout) if layout is not None else None
+            if ranks is None:
+                ranks = _session_ranks(topology, axis, grid_rank, places)
+            if layout is not None:
+                known[layout] = ranks  # many axes are one list: dp, dp_shard and world, where nothing else splits
+            found[axis] = Membership(ranks, lane_of(topology, axis) if len(ranks) > 1 else "data")
+    return found
 
 
 def loss_membership(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> Membership | None:
@@ -93,17 +104,28 @@ def loss_membership(topology: Topology, grid_rank: int, places: Sequence[int] | 
     return membership(topology, topology.role("loss"), "data", grid_rank, places)
 
 
-def distinct(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> tuple[Membership, ...]:
+def distinct(
+    topology: Topology,
+    grid_rank: int,
+    places: Sequence[int] | None = None,
+    known: Mapping[Axis, Membership] | None = None,
+) -> tuple[Membership, ...]:
     """Return the distinct groups that a rank needs from the start, in the order in which all ranks make them. *Pure.*
 
     Every rank makes its groups in one common order, so no two wait for each other.
+
+    Args:
+        topology: Whose axes are meant.
+        grid_rank: A rank of the topology.
+        places: Session ranks in grid order; None: the topology's own ranks.
+        known: What `memberships` says, where it was asked before.
 
     >>> import dualmesh as dm
     >>> topology = dm.TopologySpec({"dp": 2, "tp": 2}, roles={"data": "dp", "loss": "dp"}).resolve(4)
     >>> [tuple(group) for group in distinct(topology, 1)]
     [((0, 1), 'data'), ((0, 1, 2, 3), 'data'), ((1, 3), 'data'), ((1, 3), 'param')]
     """
-    found = set(memberships(topology, grid_rank, places).values())
+    found = set((memberships(topology, grid_rank, places) if known is None else known).values())
     loss = loss_membership(topology, grid_rank, places)
     return tuple(sorted(found | ({loss} if loss else set())))
 

@@ -6,7 +6,7 @@ Names, sizes from users and their validation do not belong here; they are in `sp
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isqrt, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,10 +81,10 @@ class Layout:
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """Return the group of a rank in index order, `size` ranks. *Pure.*"""
-        group = [rank - self.offset(self.index(rank))]
+        group: tuple[int, ...] = (rank - self.offset(self.index(rank)),)
         for size, stride in self.digits:
-            group = [first + step for first in group for step in range(0, size * stride, stride)]
-        return tuple(group)
+            group = tuple(chain.from_iterable([range(first, first + size * stride, stride) for first in group]))
+        return group
 
     def member(self, rank: int, index: int) -> int:
         """Return the rank at `index` in the group of `rank`. *Pure.*"""

@@ -5,6 +5,7 @@ Which groups a rank needs is planned in `dualmesh.lanes`; what states do with th
 
 import hashlib
 import threading
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -154,7 +155,7 @@ class GroupPool:
 
     def _created(self, key: Key) -> Group:
         generation = self._generations[key] = self.generation(key)
-        ranks = hashlib.sha256(",".join(map(str, key.ranks)).encode()).hexdigest()[:16]
+        ranks = hashlib.sha256(array("q", key.ranks)).hexdigest()[:16]
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
         own = f"-own{key.owner}" if key.owner else ""
         name = f"dualmesh/{self.session}/{ranks}/{key.lane}{own}/{options}/{generation}"

@@ -5,6 +5,7 @@ Device meshes are in `meshes`, the pool in `groups`.
 
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,13 @@ class TorchState(ParallelState):
         """Return the groups that this rank needs from the start. *Pure.*"""
         if not self._member:
             return []
-        return [self._key(need) for need in lanes.distinct(self.topology, self._place, self.plan.ranks)]
+        needs = lanes.distinct(self.topology, self._place, self.plan.ranks, self._needs)
+        return [self._key(need) for need in needs]
+
+    @cached_property
+    def _needs(self) -> dict[Axis, lanes.Membership]:
+        """What this rank needs from the start, by axis."""
+        return lanes.memberships(self.topology, self._place, self.plan.ranks) if self._member else {}
 
     def everyones_keys(self) -> list[Key]:
         """Return the groups that all ranks of the state together need from the start. *Pure*, O(world)."""
@@ -74,7 +81,7 @@ class TorchState(ParallelState):
         self._held.update(groups)
         if not self._member:
             return
-        for axis, need in lanes.memberships(self.topology, self._place, self.plan.ranks).items():
+        for axis, need in self._needs.items():
             self._groups[axis] = self._held[self._key(need)]
             if need.lane == "data":
                 self.collectives.know(axis, self.party(axis))
@@ -87,7 +94,11 @@ class TorchState(ParallelState):
         self.require_ready("ops")
         if torch.compiler.is_compiling():
             refuse_unmade(axis)
-        need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
+        known = self._needs.get(axis)
+        if known is None:
+            need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
+        else:
+            need = known._replace(lane="data")
         return Party(self._group_of(need), len(need.ranks), self._indices[axis])
 
     def group_along(self, layout: Layout) -> Group:
