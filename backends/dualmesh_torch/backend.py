@@ -79,6 +79,7 @@ class TorchBackend(Backend):
     def stop(self, world: World) -> None:
         if world.is_live():
             dist.destroy_process_group()
+        private.forget_plans()  # also of meshes that no state held: their groups are gone
         if self._world is world:
             self._world = self.pool = None
 
