@@ -136,9 +136,9 @@ def cycles(own_groups, count):
 
     found = []
     for cycle in range(count):
-        dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}), own_groups=own_groups)
+        dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), own_groups=own_groups)
         x = np.arange(16.0).reshape(4, 4) + cycle
-        sharded = dm.distribute(x, dm.P("a", "b"))
+        sharded = dm.distribute(x, dm.P("a"))
         assert (dm.to_numpy(sharded @ sharded + sharded) == x @ x + x).all()
         dm.ops.all_reduce(torch.ones(3), "a")
         del sharded
@@ -159,7 +159,7 @@ def cycles(own_groups, count):
 
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_twenty_lives_of_a_state_leave_no_group_thread_socket_mesh_or_memory_behind(own_groups):
-    for found in torch_world(cycles, own_groups, 20, world_size=4):
+    for found in torch_world(cycles, own_groups, 20, world_size=2):
         assert len({cycle[:4] for cycle in found[1:]}) == 1, found
         assert found[-1][2:4] == (1, 0)
         assert found[-1][4] - found[2][4] < 2.0, found
