@@ -1,7 +1,7 @@
 """`DistributedState`: one process' place among nodes, replicas and federations, with the groups and meshes it needs.
 
 Which ranks are together is planned in `federated_topology`; meshes and groups are made by a `Fabric`. Everything that
-can be wrong is refused before anything is made, and a refusal leaves the object as it was.
+can be wrong is refused before anything is made, and a refusal leaves the object as it was. Long, as it is one object.
 """
 
 from collections.abc import Iterable

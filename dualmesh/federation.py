@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+from dualmesh.arguments import items_in
 from dualmesh.errors import SpecError, counted, listed
 from dualmesh.federated_topology import FederatedTopology
 from dualmesh.layout import divisors
@@ -77,8 +78,9 @@ def _sizes(group_sizes: Any) -> tuple[int, ...] | int:
     number = whole(group_sizes)
     if number is not None:
         return number
-    if isinstance(group_sizes, Iterable) and not isinstance(group_sizes, str | Mapping):
-        return tuple(plain(size) for size in group_sizes)
+    sizes = items_in(group_sizes)
+    if sizes is not None:
+        return tuple(plain(size) for size in sizes)
     raise SpecError(
         f"FederatedSpec: group_sizes is {group_sizes!r}. Give a list of sizes, for example (4, 8), or one size.",
         group_sizes=group_sizes,
