@@ -13,6 +13,7 @@ from dualmesh import sequence as sequence
 from dualmesh.ahead_of_time import aot
 from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
 from dualmesh.configuration import Configuration
+from dualmesh.configuration.state_config import StateConfig
 from dualmesh.description import describe, described
 from dualmesh.distributed_state import DistributedState
 from dualmesh.errors import DualmeshError, StaleStateError
@@ -41,7 +42,6 @@ from dualmesh.seeds import seed_for
 from dualmesh.session import Session, clear_parallel_state, init_distributed, session
 from dualmesh.spec import TopologySpec, View
 from dualmesh.state import ParallelState
-from dualmesh.state_config import StateConfig
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 

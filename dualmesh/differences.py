@@ -1,6 +1,6 @@
 """What differs between two topologies, for people.
 
-Whether they are equal is asked with `==`; how one looks is in `drawing`.
+Whether they are equal is asked with `==`; how one looks is in `pictures.text`.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Settings of states as command-line flags: absl (`define_parallel_flags`) and argparse (`add_parallel_arguments`).
 
-Which settings there are is in `configuration_schema`; flags win over variables, which win over a file.
+Which settings there are is in `schema`; flags win over variables, which win over a file.
 """
 
 import argparse
@@ -8,9 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dualmesh.configuration import DEFAULT_NAME, FILE_VARIABLE, SPEC_VARIABLE, Configuration, settings_in
-from dualmesh.configuration_files import Places
-from dualmesh.configuration_schema import FIELDS, parsed
+from dualmesh.configuration.files import Places
+from dualmesh.configuration.named_states import DEFAULT_NAME, FILE_VARIABLE, SPEC_VARIABLE, Configuration, settings_in
+from dualmesh.configuration.schema import FIELDS, parsed
 from dualmesh.errors import SpecError
 from dualmesh.extras import imported
 from dualmesh.state import ParallelState

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import cloudpickle  # type: ignore[import-untyped]
     import numpy as np
 
-    import dualmesh.notebooks as notebooks
     import dualmesh.pictures as pictures
+    import dualmesh.pictures.notebooks as notebooks
 else:
 
     class _LazyModule(ModuleType):
@@ -30,7 +30,7 @@ else:
     array_api_compat = _LazyModule("array_api_compat")
     cloudpickle = _LazyModule("cloudpickle")
     metadata = _LazyModule("importlib.metadata")
-    notebooks = _LazyModule("dualmesh.notebooks")
+    notebooks = _LazyModule("dualmesh.pictures.notebooks")
     pictures = _LazyModule("dualmesh.pictures")
 
 __all__ = ["array_api_compat", "cloudpickle", "metadata", "notebooks", "np", "pictures"]

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dualmesh.differences import differences
-from dualmesh.drawing import drawn
 from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
 from dualmesh.layout import Layout, clash
 from dualmesh.lazy import notebooks, pictures
@@ -21,8 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dualmesh.picture_shapes import Theme
     from dualmesh.pictures import Picture
+    from dualmesh.pictures.shapes import Theme
     from dualmesh.rank_groups import RankGroups
     from dualmesh.spec import TopologySpec
 
@@ -86,7 +85,7 @@ class Topology:
         return f"Topology({', '.join(parts)})"
 
     def __str__(self) -> str:
-        return drawn(self)
+        return pictures.drawn(self)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:

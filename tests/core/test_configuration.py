@@ -7,10 +7,9 @@ import pytest
 from absl import flags
 
 import dualmesh as dm
-from dualmesh.configuration import Configuration
+from dualmesh.configuration import Configuration, StateConfig
 from dualmesh.errors import SpecError
 from dualmesh.flags import add_parallel_arguments, config_from_arguments, config_from_flags, define_parallel_flags
-from dualmesh.state_config import StateConfig
 
 YAML = """\
 world_size: 8

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh.axis_facts import facts
 from dualmesh.errors import ArgumentError
 from dualmesh.pictures import draw
+from dualmesh.pictures.axis_facts import facts
 
 SPEC = dm.parallel_spec(dp_shard_size=-1, ulysses_size=2, tp_size=2, ep_size=2)
 

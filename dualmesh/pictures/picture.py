@@ -1,6 +1,6 @@
 """`draw`: topologies and states as a picture for documents, notebooks and pages.
 
-The text form that `print(topology)` shows is in `drawing`; what a picture shows is arranged in `picture_panels`.
+The text form that `print(topology)` shows is in `text`; what a picture shows is arranged in `panels`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dualmesh.axis_facts import GPUS_PER_NODE, facts
 from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.picture_files import png, svg
-from dualmesh.picture_panels import picture
-from dualmesh.picture_shapes import THEMES, Theme
+from dualmesh.pictures.axis_facts import GPUS_PER_NODE, facts
+from dualmesh.pictures.files import png, svg
+from dualmesh.pictures.panels import picture
+from dualmesh.pictures.shapes import THEMES, Theme
 from dualmesh.resolution import positive
 from dualmesh.topology import Topology
 

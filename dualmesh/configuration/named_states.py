@@ -1,6 +1,6 @@
 """`Configuration`: several named states as settings, from files, variables, flags, arguments or plain data.
 
-One state's settings are in `state_config`; files are read in `configuration_files`, flags in `flags`.
+One state's settings are in `state_config`; files are read in `files`, flags in `flags`.
 """
 
 import os
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dualmesh.configuration_files import Places, read
-from dualmesh.configuration_schema import ENDING, FIELDS, hint, parsed
+from dualmesh.configuration.files import Places, read
+from dualmesh.configuration.schema import ENDING, FIELDS, hint, parsed
+from dualmesh.configuration.state_config import KEYS as STATE_KEYS
+from dualmesh.configuration.state_config import StateConfig
 from dualmesh.errors import DualmeshError, SpecError, did_you_mean, listed
 from dualmesh.initialization import init_parallel_states
 from dualmesh.resolution import positive
 from dualmesh.session import session_for
 from dualmesh.state import ParallelState
-from dualmesh.state_config import KEYS as STATE_KEYS
-from dualmesh.state_config import StateConfig
 from dualmesh.topology import Topology
 
 PREFIX = "DUALMESH_"

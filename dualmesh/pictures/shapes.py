@@ -1,6 +1,6 @@
 """What a picture is made of: boxes and words in named colours, and what the names mean in light and dark.
 
-Where they go is in `picture_panels`, how they are written in `picture_files`.
+Where they go is in `panels`, how they are written in `files`.
 """
 
 from collections.abc import Mapping

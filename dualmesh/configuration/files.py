@@ -1,6 +1,6 @@
 """YAML and TOML as plain data, with the line of every key, so that errors can name it.
 
-What the data mean is in `configuration`.
+What the data mean is in `named_states`.
 """
 
 import re

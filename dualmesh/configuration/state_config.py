@@ -1,6 +1,6 @@
 """`StateConfig`: the settings of one state as plain frozen data, checked without a world.
 
-Several named states are in `configuration`, the names and kinds of settings in `configuration_schema`.
+Several named states are in `named_states`, the names and kinds of settings in `schema`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 from dualmesh import importers, presets
 from dualmesh.arguments import flag_of, items_of
-from dualmesh.configuration_schema import BY_NAME, SPEC_FIELDS, canonical, hint
+from dualmesh.configuration.schema import BY_NAME, SPEC_FIELDS, canonical, hint
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec

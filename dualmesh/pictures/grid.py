@@ -1,6 +1,6 @@
 """Where each rank is drawn and which group it is in: nodes as outlines, cells of one rank or of a block of ranks.
 
-Colours, words and the arrangement of panels are in `picture_panels`.
+Colours, words and the arrangement of panels are in `panels`.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,16 @@
 """The arrangement of a picture: states one below the other, dense and expert views side by side, a panel per axis.
 
-Cells and their groups are in `picture_grid`, colours in `picture_shapes`.
+Cells and their groups are in `grid`, colours in `shapes`.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
 
-from dualmesh.axis_facts import AxisFacts, axis_facts, views
 from dualmesh.errors import counted
-from dualmesh.picture_grid import Grid
-from dualmesh.picture_shapes import GROUP_COLOURS, Box, Canvas, Words, shortened, text_width
+from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, views
+from dualmesh.pictures.grid import Grid
+from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, shortened, text_width
 from dualmesh.topology import Topology
 
 _MARGIN = 24.0

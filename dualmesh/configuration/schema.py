@@ -1,6 +1,6 @@
 """The one schema of a state's settings: names, kinds and help, whichever way they arrive.
 
-Reading text (files, flags, variables) is in the rooms that read it; what settings become is in `configuration`.
+Reading text (files, flags, variables) is in the rooms that read it; what settings become is in `state_config`.
 """
 
 from collections.abc import Callable, Iterable, Mapping

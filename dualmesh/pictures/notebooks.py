@@ -1,13 +1,13 @@
 """What notebooks show for a spec, a topology and a state.
 
-Pictures and tables come from `pictures`.
+Pictures and tables come from `picture`.
 """
 
 from html import escape
 from typing import TYPE_CHECKING
 
-from dualmesh.axis_facts import GPUS_PER_NODE
-from dualmesh.pictures import Picture, axes_table, html_table
+from dualmesh.pictures.axis_facts import GPUS_PER_NODE
+from dualmesh.pictures.picture import Picture, axes_table, html_table
 from dualmesh.topology import Topology
 
 if TYPE_CHECKING:

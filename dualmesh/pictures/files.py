@@ -1,6 +1,6 @@
 """Writing a picture: SVG by hand, PNG through matplotlib where that is installed.
 
-What the pictures show is in `picture_panels`.
+What the pictures show is in `panels`.
 """
 
 import io
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from html import escape
 
 from dualmesh.extras import imported
-from dualmesh.picture_shapes import DARK, LIGHT, Box, Canvas, Theme, Words
+from dualmesh.pictures.shapes import DARK, LIGHT, Box, Canvas, Theme, Words
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 _PNG_DPI = 144
