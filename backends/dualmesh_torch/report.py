@@ -1,0 +1,36 @@
+"""What torch is and has on this machine, as plain data for `dualmesh doctor`.
+
+Worlds are started in `backend`.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def report() -> dict[str, Any]:
+    """Return versions, devices and what can communicate. *Local.*
+
+    "makes_devices": whether a world may have more ranks than there are devices; "holds_one_rank": whether each rank is
+    a process.
+    """
+    has_cuda = torch.cuda.is_available()
+    problem = None
+    if not dist.is_available():
+        problem = "this build of torch has no torch.distributed. Install one that has: https://pytorch.org"
+    kinds = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
+    note = None
+    if torch.version.cuda and not has_cuda:
+        note = f"built for CUDA {torch.version.cuda}, but no device is visible"
+    return {
+        "version": torch.__version__,
+        "platform": "cuda" if has_cuda else "cpu",
+        "devices": torch.cuda.device_count() if has_cuda else 1,
+        "makes_devices": not has_cuda,
+        "holds_one_rank": True,
+        "communicates": [name for name, is_there in kinds.items() if is_there()],
+        "started_early": dist.is_available() and dist.is_initialized(),
+        "problem": problem,
+        "note": note,
+    }

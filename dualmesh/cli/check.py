@@ -1,0 +1,40 @@
+"""`dualmesh check`: is a configuration file right, and does it fit a world.
+
+Files are read in `configuration`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from dualmesh.cli.command_flags import NODES, WORLD
+from dualmesh.cli.report import PROBLEM, Report, Table
+from dualmesh.cli.show import text_of
+from dualmesh.configuration import Configuration
+from dualmesh.errors import ArgumentError, SpecError, counted
+
+SUMMARY = "read a YAML or TOML file of named states; every problem with its line"
+FLAGS = (WORLD, NODES)
+
+
+def check(values: Any, arguments: Sequence[str]) -> Report:
+    """Answer `dualmesh check FILE`. *Local.*"""
+    if len(arguments) != 1:
+        raise ArgumentError(f"dualmesh check: {counted(len(arguments), 'file')} given. Name one: check config.yaml.")
+    path = arguments[0]
+    try:
+        config = Configuration.from_file(path)
+        size = values["world_size"].value or config.world_size
+        topologies = config.topologies(size) if size is not None else {}
+    except SpecError as error:
+        problems = list(getattr(error, "problems", ()) or [str(error)])
+        return Report({"file": path, "problems": problems}, problems, PROBLEM)
+    texts = {name: text_of(topology) for name, topology in topologies.items()}
+    texts = texts or {name: repr(state.topology_spec()) for name, state in config.states.items()}
+    fits = (
+        f"fits a world of {size} ranks" if size is not None else "is well formed; give --world-size to see if it fits"
+    )
+    rows = [
+        (name, "default" if name == (config.default or next(iter(texts))) else "", text) for name, text in texts.items()
+    ]
+    data = {"file": path, "problems": [], "world_size": size, "states": config.to_dict()["states"]}
+    return Report(data, [f"{path}: {fits}.", Table(("state", "", "axes"), rows)])

@@ -1,0 +1,151 @@
+"""What may be wrong with a machine and its environment, each found and explained; nothing here loads a framework.
+
+Frameworks are asked in fresh processes, in `framework_probes`.
+"""
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import Literal, NamedTuple
+
+from dualmesh import discovery, environment
+from dualmesh.configuration import Configuration
+from dualmesh.configuration.named_states import settings_in
+from dualmesh.errors import DualmeshError, did_you_mean, listed
+from dualmesh.lazy import metadata
+
+Status = Literal["ok", "note", "problem"]
+
+DEFAULT_PORT = 29500
+"""Where torchrun meets when no port is given."""
+_REQUIREMENT = re.compile(r"(?P<package>[\w.-]+)\s*>=\s*(?P<least>[\d.]+)")
+_LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    check: str
+    status: Status
+    found: str
+    cure: str = ""
+
+
+def frameworks() -> list[str]:
+    """Return the names of the backends that need a framework. *Local.*"""
+    return [name for name in discovery.available() if name != "sim"]
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed package, or None. *Local.*"""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def packages() -> Iterator[Finding]:
+    """Look at versions: Python, dualmesh, frameworks. *Local.*"""
+    own = installed(discovery.OWN)
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    if own is None or not discovery.available():
+        yield Finding(
+            "dualmesh",
+            "problem",
+            "dualmesh is on the path but not installed, so no backend is found",
+            "Install it: pip install . in its folder",
+        )
+        return
+    yield Finding("dualmesh", "ok", f"{own}, backends: {listed(discovery.available())}")
+    least = least_versions()
+    there = {name: version for name in frameworks() if (version := installed(name)) is not None}
+    if not there:
+        choices = listed(f"'{discovery.OWN}[{name}]'" for name in frameworks())
+        yield Finding(
+            "frameworks",
+            "problem",
+            f"no framework is installed: neither of {listed(frameworks())}",
+            f"pip install one of {choices}; backend='sim' works without",
+        )
+    for name, version in there.items():
+        wanted = least.get(name)
+        if wanted is not None and _numbers(version) < _numbers(wanted):
+            cure = f"pip install --upgrade '{name}>={wanted}'"
+            yield Finding(name, "problem", f"{name} {version} is too old: dualmesh needs {wanted} or newer", cure)
+
+
+def least_versions() -> dict[str, str]:
+    """Return the oldest version of each package that dualmesh and its extras ask for. *Local.*"""
+    matches = (_REQUIREMENT.match(line) for line in metadata.requires(discovery.OWN) or ())
+    return {match["package"]: match["least"] for match in matches if match is not None}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def variables(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look at what launchers and people set. *Local.*"""
+    checks: dict[str, Callable[[], object]] = {
+        "launcher": lambda: environment.launch_from(env),
+        "settings": lambda: settings_in(env),
+        environment.TIMEOUT_VARIABLE: lambda: environment.timeout_s(None, env),
+        "DUALMESH_CONFIG": lambda: Configuration.from_environment(env),
+    }
+    said = []
+    for name, check in checks.items():
+        try:
+            check()
+        except DualmeshError as error:
+            if str(error) not in said:
+                said.append(str(error))
+                yield Finding(f"environment: {name}", "problem", *_halves(str(error)))
+    backend = env.get(discovery.VARIABLE)
+    names = discovery.available()
+    if backend and backend not in names:
+        hint = did_you_mean(backend, names)
+        found = f"{discovery.VARIABLE}={backend!r} is no backend. Backends: {listed(names)}.{hint}"
+        yield Finding(f"environment: {discovery.VARIABLE}", "problem", found, "Set it to one of these, or unset it")
+    if not said:
+        found = [name for name in environment.TORCHRUN if env.get(name)]
+        yield Finding("environment", "ok", f"launcher variables: {listed(found)}")
+
+
+def ports(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look whether the port is free where the processes are to meet, if that is this machine. *Local.*"""
+    host, text = env.get("MASTER_ADDR") or "127.0.0.1", env.get("MASTER_PORT") or str(DEFAULT_PORT)
+    if not text.isdecimal() or env.get("RANK", "0") != "0" or not _is_here(host):
+        return
+    is_given = bool(env.get("MASTER_PORT"))
+    if is_free(int(text)):
+        yield Finding("port", "ok", f"{host}:{text} is free")
+        return
+    cure = "Choose another: MASTER_PORT, or torchrun --master-port; 0 lets torchrun choose. Or end what listens there"
+    by_default = "" if is_given else ", where torchrun meets when no port is given"
+    yield Finding("port", "problem", f"port {text} of this machine is in use{by_default}", cure)
+
+
+def is_free(port: int) -> bool:
+    """Tell whether a TCP port of this machine can be listened on. *Local.*"""
+    if not 0 < port < 65536:
+        return False
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those who will listen there do
+        try:
+            server.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _is_here(host: str) -> bool:
+    return host in _LOCAL or host in (socket.gethostname(), socket.getfqdn(), os.uname().nodename)
+
+
+def _halves(message: str) -> tuple[str, str]:
+    """Split an error into what was found and what to do, which dualmesh says last."""
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", message)
+    return " ".join(sentences[:-1]) or message, sentences[-1] if sentences[1:] else ""

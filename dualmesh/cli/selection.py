@@ -1,0 +1,81 @@
+"""Which topologies a command line means: sizes, one line of text, a file, or variables, in a world.
+
+What is then shown of them is decided by each command.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from dualmesh.configuration import Configuration
+from dualmesh.errors import ArgumentError, listed
+from dualmesh.flags import config_from_flags
+from dualmesh.pictures.axis_facts import GPUS_PER_NODE
+from dualmesh.resolution import positive
+from dualmesh.spec import TopologySpec
+from dualmesh.topology import Topology
+
+
+class Selection(NamedTuple):
+    """Topologies by name, in a world."""
+
+    topologies: Mapping[str, Topology]
+    world_size: int
+    gpus_per_node: int
+
+
+def selected(values: Any, config: Configuration | None = None) -> Selection:
+    """Return what parsed flags mean. *Local.*
+
+    Args:
+        values: The parsed flags of a command that takes topologies.
+        config: Use this one instead of what the flags name.
+
+    Raises:
+        SpecError: Nothing is said, or sizes that do not fit the world.
+        ArgumentError: Which world is meant is not said and does not follow.
+    """
+    named = values["parallel_state"].value if config is None else None
+    if config is None:
+        config = config_from_flags(values)
+    world_size = values["world_size"].value
+    if world_size is not None:
+        positive("dualmesh", "world_size", world_size)
+    size = world_size or config.world_size or _implied(config)
+    per_node = values["gpus_per_node"].value
+    if per_node is None:
+        per_node = config.gpus_per_node or GPUS_PER_NODE
+    topologies = config.topologies(size)
+    if named is not None:
+        topologies = {named: topologies[named]}
+    return Selection(topologies, size, positive("dualmesh", "gpus_per_node", per_node))
+
+
+def one_of(selection: Selection, command: str) -> tuple[str, Topology]:
+    """Return the only topology. *Pure.*
+
+    Raises:
+        ArgumentError: There are several.
+    """
+    if len(selection.topologies) > 1:
+        raise ArgumentError(
+            f"dualmesh {command}: the states are {listed(selection.topologies)}. Name one: --state=NAME.",
+            states=tuple(selection.topologies),
+        )
+    return next(iter(selection.topologies.items()))
+
+
+def _implied(config: Configuration) -> int:
+    """Return the world that all states fill, where no size is left open."""
+    sizes = {name: _filled(config, name) for name in config.states}
+    if None in sizes.values() or len(set(sizes.values())) != 1:
+        raise ArgumentError("dualmesh: how large the world is, is not known. Give --world-size.")
+    return max(size for size in sizes.values() if size is not None)
+
+
+def _filled(config: Configuration, name: str) -> int | None:
+    spec = config.states[name].topology_spec()
+    if not isinstance(spec, TopologySpec) or config.states[name].ranks is not None:
+        return None
+    sizes = list(spec.axes.values())
+    return None if -1 in sizes else prod(sizes) + spec.rank_offset

@@ -1,0 +1,195 @@
+"""What a training step of a transformer sends along each axis, in bytes per rank.
+
+Counts follow from who holds what: parameters sharded over the role "params" (gathered twice a step, gradients
+reduce-scattered once), kept in copies over "replicate"; tensor parallel as in Megatron-LM (Shoeybi et al. 2019),
+Ulysses as in Jacobs et al. 2023, ring attention as in Liu et al. 2023, experts as in GShard (Lepikhin et al. 2020).
+Rings send (n-1)/n of what they gather or scatter, all-reduce twice that. Communicators are planned in `lanes`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dualmesh.errors import ArgumentError
+from dualmesh.topology import Axis, Topology
+
+BYTES_WITH_ADAM = 16
+"""Per parameter: 2 for weights, 2 for gradients, 12 for fp32 weights and Adam's moments (Rajbhandari et al. 2020)."""
+_ASPECT = 128
+"""hidden size / layers of a usual dense transformer, for sizes that are not given: parameters = 12 layers hidden**2."""
+_SCALARS = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Args:
+        parameters: All of them, experts included.
+        sequence: Tokens of one sample.
+        batch: Samples per step and data index.
+        layers: Transformer blocks; 0: from the parameters.
+        hidden_size: Width of the residual stream; 0: from the parameters.
+        element_bytes: Bytes of one value on its way.
+        expert_parameters: How many of the parameters are experts'.
+        experts_per_token: Experts that each token visits.
+
+    >>> Model(7e9, 4096, 1).shape
+    (36, 4608)
+    """
+
+    parameters: float
+    sequence: int
+    batch: int
+    layers: int = 0
+    hidden_size: int = 0
+    element_bytes: int = 2
+    expert_parameters: float = 0
+    experts_per_token: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"parameters": 1, "sequence": 1, "batch": 1, "element_bytes": 1, "experts_per_token": 1}
+        for name in (*least, "layers", "hidden_size", "expert_parameters"):
+            if not least.get(name, 0) <= getattr(self, name) < float("inf"):
+                raise ArgumentError(
+                    f"dualmesh plan: {name}={getattr(self, name)!r}. Give at least {least.get(name, 0)}."
+                )
+        if self.expert_parameters > self.parameters:
+            raise ArgumentError(
+                f"dualmesh plan: expert_parameters={self.expert_parameters:.3g} are more than all parameters, "
+                f"{self.parameters:.3g}. Give the total in parameters."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and hidden size, those not given from the others: parameters = 12 layers hidden**2."""
+        if self.layers and self.hidden_size:
+            return self.layers, self.hidden_size
+        dense = max(self.parameters - self.expert_parameters, 1)
+        if self.layers:
+            return self.layers, max(round((dense / 12 / self.layers) ** 0.5), 1)
+        if self.hidden_size:
+            return max(round(dense / 12 / self.hidden_size**2), 1), self.hidden_size
+        layers = max(round((dense / 12 / _ASPECT**2) ** (1 / 3)), 1)
+        return layers, layers * _ASPECT
+
+
+class Traffic(NamedTuple):
+    """What one rank sends along one axis in a step."""
+
+    axis: Axis
+    work: str
+    count: int
+    """Collectives per step."""
+    sent: int
+    """Bytes that one rank sends per step."""
+
+
+def traffic(topology: Topology, model: Model) -> list[Traffic]:
+    """Return what one rank sends in a training step, axis by axis; axes of size 1 send nothing. *Pure.*
+
+    >>> import dualmesh as dm
+    >>> topology = dm.parallel_spec(dp_shard_size=4).resolve(4)
+    >>> [tuple(found) for found in traffic(topology, Model(1000, 1, 1))][:2]
+    [('dp_shard_sp', 'gather parameters, forward and backward', 2, 3000), ('dp_shard_sp', 'scatter gradients', 1, 1500)]
+    """
+    found = [*_parameters(topology, model), *_experts(topology, model), *_activations(topology, model)]
+    return [one for one in found if one.sent]
+
+
+def bytes_held(topology: Topology, model: Model) -> float:
+    """Return the bytes of weights, gradients and Adam's state that one rank holds. *Pure.*"""
+    dense = (model.parameters - model.expert_parameters) / _split(topology) / _size(topology, _role(topology, "params"))
+    rest = _rest(topology)
+    experts = model.expert_parameters / _split(topology, experts=True) / _size(topology, rest)
+    return BYTES_WITH_ADAM * (dense + experts)
+
+
+def _parameters(topology: Topology, model: Model) -> Iterator[Traffic]:
+    dense = (model.parameters - model.expert_parameters) / _split(topology) * model.element_bytes
+    params = _role(topology, "params")
+    yield from _sharded(topology, params, dense, "parameters", "gradients")
+    copies = _role(topology, "replicate")
+    yield _reduced(topology, copies, dense / _size(topology, params), "add gradients of the copies")
+    yield Traffic(
+        _name(topology, _role(topology, "loss")),
+        "add up tokens and the loss",
+        2,
+        _ring(topology, _role(topology, "loss"), 2 * 2 * _SCALARS),
+    )
+
+
+def _experts(topology: Topology, model: Model) -> Iterator[Traffic]:
+    if not _size(topology, ("ep",)) > 1:
+        return
+    held = model.expert_parameters / _split(topology, experts=True) * model.element_bytes
+    rest = _rest(topology)
+    yield from _sharded(topology, rest, held, "experts", "experts' gradients")
+    copies = tuple(axis for axis in ("ep_replicate",) if axis in topology.layouts)
+    yield _reduced(topology, copies, held / _size(topology, rest), "add experts' gradients of the copies")
+    layers = _layers_here(topology, model)
+    tokens = _tokens(topology, model) * model.experts_per_token * model.shape[1] * model.element_bytes
+    yield Traffic("ep", "send tokens to experts and back", 4 * layers, 4 * layers * _ring(topology, ("ep",), tokens))
+
+
+def _activations(topology: Topology, model: Model) -> Iterator[Traffic]:
+    layers = _layers_here(topology, model)
+    block = _tokens(topology, model) * model.shape[1] * model.element_bytes
+    heads = block // _size(topology, ("tp",))
+    yield Traffic("tp", "add partial activations", 4 * layers, 4 * layers * 2 * _ring(topology, ("tp",), block))
+    yield Traffic(
+        "ulysses", "exchange sequence for heads", 8 * layers, 8 * layers * _ring(topology, ("ulysses",), heads)
+    )
+    hops = _size(topology, ("cp",)) - 1
+    yield Traffic("cp", "pass keys and values around", 6 * hops * layers, 6 * hops * layers * heads)
+    stages = _size(topology, ("pp",))
+    yield Traffic("pp", "hand activations on, and their gradients back", 2, 2 * block if stages > 1 else 0)
+
+
+def _sharded(topology: Topology, axes: tuple[str, ...], held: float, what: str, gradients: str) -> Iterator[Traffic]:
+    name, once = _name(topology, axes), _ring(topology, axes, held)
+    yield Traffic(name, f"gather {what}, forward and backward", 2, 2 * once)
+    yield Traffic(name, f"scatter {gradients}", 1, once)
+
+
+def _reduced(topology: Topology, axes: tuple[str, ...], held: float, work: str) -> Traffic:
+    return Traffic(_name(topology, axes), work, 1, 2 * _ring(topology, axes, held))
+
+
+def _ring(topology: Topology, axes: tuple[str, ...], held: float) -> int:
+    """Return what each of n ranks sends to gather, or to scatter, so many bytes in a ring."""
+    size = _size(topology, axes)
+    return int(held * (size - 1) / size)
+
+
+def _role(topology: Topology, part: str) -> tuple[str, ...]:
+    return topology.spec.roles.get(part, ())
+
+
+def _rest(topology: Topology) -> tuple[str, ...]:
+    return tuple(axis for axis in ("ep_fsdp", "efsdp", "edp") if axis in topology.layouts)[:1]
+
+
+def _size(topology: Topology, axes: tuple[str, ...]) -> int:
+    known = tuple(axis for axis in axes if axis in topology.layouts)
+    return topology.layout(known).size if known else 1
+
+
+def _name(topology: Topology, axes: tuple[str, ...]) -> Axis:
+    """Return the combined axis that is made of some axes, or the tuple."""
+    if len(axes) == 1:
+        return axes[0]
+    return next((name for name, parts in topology.spec.combined.items() if parts == axes), axes)
+
+
+def _split(topology: Topology, *, experts: bool = False) -> int:
+    """Return over how many ranks a layer is cut before sharding: tensor parallel or experts, and stages."""
+    return _size(topology, ("ep",) if experts else ("tp",)) * _size(topology, ("pp",))
+
+
+def _layers_here(topology: Topology, model: Model) -> int:
+    return -(-model.shape[0] // _size(topology, ("pp",)))
+
+
+def _tokens(topology: Topology, model: Model) -> int:
+    return model.batch * model.sequence // _size(topology, _role(topology, "sequence"))
