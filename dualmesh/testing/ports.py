@@ -19,7 +19,7 @@ from dualmesh.testing.places import Place, place_named
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S
 from dualmesh.testing.recorder import recorded
 from dualmesh.testing.recordings import compare_recordings, load, save
-from dualmesh.testing.topologies import AnyTopology, resolved
+from dualmesh.testing.topologies import AnyTopology, in_world
 
 
 @dataclass(frozen=True)
@@ -75,17 +75,17 @@ def compare_ports(
         DifferenceError: It begins with the first difference.
         ArgumentError: The map leaves something over, on either side.
     """
-    chosen = resolved(topology, world_size)
+    spec, size = in_world("compare_ports", topology, world_size)
     theirs = {"torch": dict(params), "jax": param_map.to_jax(params)}
     ran: dict[str, list[Trained]] = {}
     with tempfile.TemporaryDirectory(prefix="dualmesh_taps_") as folder:
         for name, port, place in zip(("torch", "jax"), (torch, jax), places, strict=True):
-            call = (port, theirs[name], inputs, chosen.spec, str(Path(folder, name)))
-            ran[name] = place_named(place).run(_ported, *call, world_size=chosen.world_size, timeout_s=timeout_s)
+            call = (port, theirs[name], inputs, spec, str(Path(folder, name)))
+            ran[name] = place_named(place).run(_ported, *call, world_size=size, timeout_s=timeout_s)
         wrong = _tapped(Path(folder), rtol)
     for process in range(len(ran["torch"])):
         wrong += _trained_apart(ran["torch"][process], ran["jax"][0], param_map, rtol, process)
-    refuse_differences(f"compare_ports over {chosen!r}", wrong)
+    refuse_differences(f"compare_ports over {spec!r}", wrong)
     return {name: results[0] for name, results in ran.items()}
 
 

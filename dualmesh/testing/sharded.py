@@ -4,6 +4,7 @@ What a plan says is in `dualmesh.plan`; how a backend shows its shards, in `inst
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dualmesh.errors import ArgumentError, ShardingError
@@ -12,7 +13,7 @@ from dualmesh.paths import with_paths
 from dualmesh.plan import ShardingPlan
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
-from dualmesh.testing.differences import Difference, refuse_differences
+from dualmesh.testing.differences import Difference, difference, refuse_differences
 from dualmesh.testing.instruments import Held, instruments_of
 from dualmesh.topology import Topology
 from dualmesh.tree import leaves, spec_tree
@@ -51,6 +52,33 @@ def misplaced(tree: Any, plan: Any, state: ParallelState) -> list[Difference]:
     specs = plan.specs(tree, state.topology) if isinstance(plan, ShardingPlan) else _specs(plan, tree)
     pairs = zip(with_paths(tree), leaves(specs), strict=True)
     return [one for (path, x), spec in pairs for one in _misplaced(path or "the array", x, spec, state)]
+
+
+def diverged(tree: Any, state: ParallelState, rtol: float | None = None) -> list[Difference]:
+    """Return where ranks of this process hold other values for the same elements. *Collective over the state.*"""
+    if len(state.local_ranks) < 2:
+        return []
+    instruments = instruments_of(state.backend)
+    return [one for path, x in with_paths(tree) for one in _diverged(path, instruments.held(state, x), rtol)]
+
+
+def _diverged(path: str, held: list[Held], rtol: float | None) -> Iterator[Difference]:
+    first: dict[tuple[tuple[int, ...], ...], Held] = {}
+    for one in sorted(held, key=lambda one: one.rank):
+        other = first.setdefault(one.positions, one)
+        if one is other or one.block is None:
+            continue
+        found = difference(
+            path or "the result",
+            other.block,
+            one.block,
+            places=(f"rank {other.rank}", f"rank {one.rank}"),
+            rtol=rtol,
+            offset=[positions[0] if positions else 0 for positions in one.positions],
+        )
+        if found is not None:
+            yield replace(found, said="both ranks hold this element")
+            return
 
 
 def _specs(plan: Any, tree: Any) -> Any:

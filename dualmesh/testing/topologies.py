@@ -9,11 +9,13 @@ from math import prod
 from typing import Any
 
 from dualmesh.errors import ArgumentError
+from dualmesh.initialization import AnySpec
+from dualmesh.rank_groups import RankGroups
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
-AnyTopology = TopologySpec | Topology
+AnyTopology = AnySpec | RankGroups | Topology
 
 USUAL = ("dp_replicate", "dp_shard", "ulysses", "cp", "tp")
 
@@ -45,11 +47,26 @@ def absl_cases(topologies: dict[str, TopologySpec]) -> list[tuple[str, TopologyS
     return [(f"_{name}", spec) for name, spec in topologies.items()]
 
 
-def resolved(topology: AnyTopology, world_size: int | None) -> Topology:
-    """Return a topology for a spec, over as many ranks as its sizes multiply to unless said otherwise. *Pure.*"""
-    if isinstance(topology, Topology):
-        return topology
-    sizes = [size for _, size in topology.base]
-    if world_size is None and -1 in sizes:
-        raise ArgumentError(f"dualmesh.testing: {topology!r} leaves a size open. Give world_size=.", spec=topology)
-    return topology.resolve(prod(sizes) if world_size is None else world_size)
+def in_world(
+    where: str, topology: AnyTopology, world_size: int | None, ranks: Sequence[int] | None = None
+) -> tuple[Any, int]:
+    """Return a topology's spec, and how many ranks the world has in which it is used. *Pure.*
+
+    Args:
+        where: Who asks, for errors.
+        topology: What the user gave.
+        world_size: What the user gave; None: as many ranks as the topology needs.
+        ranks: The ranks that the topology is over; None: the first ones, from its offset on.
+
+    Raises:
+        ArgumentError: The topology leaves the number of ranks open.
+    """
+    spec = topology.spec if isinstance(topology, Topology) else topology
+    if world_size is not None:
+        return spec, world_size
+    if ranks is not None:
+        return spec, max(ranks, default=0) + 1
+    sizes = [size for _, size in spec.base] if isinstance(spec, TopologySpec) else [-1]
+    if -1 in sizes:
+        raise ArgumentError(f"{where}: {spec!r} leaves the number of ranks open. Give world_size=.", spec=spec)
+    return spec, spec.rank_offset + prod(sizes)

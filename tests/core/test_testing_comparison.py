@@ -7,7 +7,7 @@ import pytest
 from absl.testing import parameterized
 
 import dualmesh as dm
-from dualmesh.errors import ArgumentError, DifferenceError, WorkerError
+from dualmesh.errors import ArgumentError, DifferenceError, DualmeshError, WorkerError
 from dualmesh.testing import (
     PLACES,
     absl_cases,
@@ -80,6 +80,95 @@ def test_a_wrong_gradient_behind_right_values_is_found():
     with pytest.raises((DifferenceError, WorkerError)) as caught:
         compare_places(wrong, [X, W], IN, OUT, topology, places=["jax_x64", "torch"], wrt=(0, 1))
     assert "gradient of input 1" in str(caught.value)
+
+
+def replica_of(x):
+    """Return the input, off by a quarter in one element on rank 3, whose copy rank 1 holds."""
+    from array_api_compat import array_namespace
+
+    xp = array_namespace(x)
+    is_wrong = (xp.arange(x.shape[0]) == 2)[:, None] & (xp.arange(x.shape[1]) == 1)
+    return x + is_wrong * (dm.ops.axis_index("world") == 3) * 0.25
+
+
+@pytest.mark.parametrize("place", ["sim", "jax_x64"])
+def test_a_copy_that_went_its_own_way_is_found_also_where_one_process_holds_all(place):
+    topology = dm.parallel_spec(dp_shard_size=2, tp_size=2)
+    spec = dm.P("tp")
+    with pytest.raises(DifferenceError, match=r"element \(6, 1\)") as caught:
+        compare_places(replica_of, [X], spec, spec, topology, places=[place], expected=X)
+    (one,) = caught.value.differences
+    assert (one.what, one.places, one.values) == ("the result", ("rank 1", "rank 3"), (X[6, 1], X[6, 1] + 0.25))
+    assert "both ranks hold this element" in str(one)
+
+
+def test_a_copy_that_went_its_own_way_is_found_among_processes():
+    topology = dm.parallel_spec(dp_shard_size=2, tp_size=2)
+    with pytest.raises(DifferenceError, match=r"element \(6, 1\), ranks 1, 3"):
+        compare_places(replica_of, [X], dm.P("tp"), dm.P("tp"), topology, places=["torch"], expected=X)
+
+
+def summed_twice(x):
+    return dm.ops.all_reduce(x, "tp")
+
+
+def test_gradients_are_held_to_numpys_too():
+    def pullback(weight):
+        return [np.tile(weight, (2, 1))]
+
+    topology, settings = dm.parallel_spec(tp_size=2), {"wrt": [0], "expected": X[:4] + X[4:]}
+    for place in ("jax_x64", "torch"):
+        found = compare_places(
+            summed_twice, [X], dm.P("tp"), dm.P(), topology, places=[place], pullback=pullback, **settings
+        )
+        assert found["gradients"]["input 0"].shape == (8, 4)
+    with pytest.raises(DifferenceError, match=r"first difference: gradient of input 0, element \(0, 0\), rank 0"):
+        compare_places(
+            summed_twice,
+            *([X], dm.P("tp"), dm.P(), topology),
+            places=["jax_x64"],
+            pullback=lambda weight: [2 * np.tile(weight, (2, 1))],
+            **settings,
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"places": []}, "no place to compare values with"),
+        ({"places": ["sim"]}, "one place and nothing to compare values with"),
+        ({"places": ["sim"], "expected": X[:4] + X[4:], "wrt": [0]}, r"wrt=\(0,\).*only no place computes any"),
+        ({"places": ["sim", "jax_x64"], "wrt": [0]}, r"only jax computes any.*pullback="),
+        ({"wrt": [1]}, r"wrt=\[1\]. Give different positions of inputs, 0..0"),
+        ({"wrt": [0, 0]}, r"wrt=\[0, 0\]. Give different positions"),
+        ({"wrt": [0], "inputs": [np.arange(8)]}, r"input 0 holds int64, which has no gradient"),
+        ({"wrt": [0], "pullback": lambda weight: [weight]}, r"pullback= needs expected= and wrt="),
+        ({"wrt": [0], "expected": X, "pullback": lambda w: []}, r"returned 0 gradients for wrt=\(0,\)"),
+        ({"topology": dm.RankGroups([[0, 1]])}, r"leaves the number of ranks open. Give world_size="),
+        ({"inputs": 3}, r"inputs is 3"),
+        ({"in_specs": [dm.P("tp")] * 2, "places": ["sim", "torch"]}, r"in_specs: the specs"),
+        ({"fn": lambda x: None, "places": ["sim", "torch"]}, r"fn returned None, no array"),
+    ],
+)
+def test_where_nothing_would_be_compared_or_asked_wrongly_it_is_refused(settings, said):
+    asked = {"inputs": [X], "in_specs": dm.P("tp"), "out_specs": dm.P(), "topology": dm.parallel_spec(tp_size=2)}
+    with pytest.raises(DualmeshError, match=said):
+        compare_places(**{"fn": summed_twice, **asked, **settings})
+
+
+def members_only(x):
+    return dm.ops.shift(x, "group") * 2
+
+
+def test_a_function_runs_over_rank_groups_and_some_ranks_of_the_world():
+    x = np.arange(8.0)
+    compare_places(
+        members_only,
+        *([x], dm.P("world"), dm.P("world"), dm.RankGroups([[1, 0], [2, 3]])),
+        ranks=(4, 1, 3, 0),
+        world_size=5,
+        expected=2 * x[[2, 3, 0, 1, 6, 7, 4, 5]],
+    )
 
 
 def shards(lost):

@@ -4,65 +4,10 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.errors import ArgumentError, DifferenceError, ShapeError
+from dualmesh.errors import ArgumentError, DifferenceError
 from dualmesh.testing import FAULTS, ParamMap, Trained, compare_ports, inject, run_on, transforms
 
 draw = np.random.default_rng(2)
-
-
-def test_a_map_goes_there_and_back():
-    tree = {
-        **{f"layers.{i}.{name}": draw.normal(size=(6, 4)) for i in range(12) for name in ("q", "k", "v", "up")},
-        **{f"layers.{i}.scale": draw.normal(size=4) for i in range(12)},
-        "gate_up": draw.normal(size=(8, 3)),
-        "rope": draw.normal(size=(4, 2)),
-    }
-    names = ParamMap(
-        [
-            (("layers.*.q", "layers.*.k", "layers.*.v"), "h_*.qkv", transforms.transpose().then(transforms.fuse(1, 3))),
-            ("layers.*.up", "h_*.up", transforms.reshape((6, 4), (3, 2, 4))),
-            ("layers.*.scale", "scales", transforms.stack()),
-            ("gate_up", ("gate", "up"), transforms.split(0, sizes=(5, 3))),
-            ("rope", "rope", transforms.permute((2, 0, 3, 1))),
-        ]
-    )
-    there = names.to_jax(tree)
-    assert len(there) == 12 * 2 + 4
-    parts = [tree[f"layers.11.{name}"].T for name in "qkv"]
-    np.testing.assert_array_equal(there["h_11.qkv"], np.concatenate(parts, 1))
-    np.testing.assert_array_equal(there["scales"], np.stack([tree[f"layers.{i}.scale"] for i in range(12)]))
-    np.testing.assert_array_equal(there["up"], tree["gate_up"][5:])
-    np.testing.assert_array_equal(there["rope"], tree["rope"][[2, 0, 3, 1]])
-    back = names.to_torch(there)
-    assert back.keys() == tree.keys()
-    for name, array in tree.items():
-        np.testing.assert_array_equal(back[name], array, err_msg=name)
-    assert names.torch_sources(there)["layers.3.k"] == ("h_3.qkv",)
-
-
-@pytest.mark.parametrize(
-    ("rules", "said"),
-    [
-        ([("a", "x")], "no rule takes b.w, c"),
-        ([("a", "x"), ("*.w", "y.*"), ("c", "z"), ("d", "v")], "d: no parameter has this name"),
-        ([("a", "x"), ("*.w", "y.*"), ("c", "x")], "x is made by two rules"),
-        ([("a", "x"), ("*.w", "y.*"), ("b.*", "u.*"), ("c", "z")], "b.w is taken by two rules"),
-        ([("a", "x"), (("*.w", "*.v"), "y.*", transforms.fuse(0)), ("c", "z")], "b.v is missing, which goes with b.w"),
-        ([("a", ("x", "y")), ("*.w", "y.*"), ("c", "z")], "the transform gives 1 arrays for x, y"),
-    ],
-)
-def test_a_map_that_is_no_bijection_says_what_is_left_over(rules, said):
-    with pytest.raises(ArgumentError, match=said):
-        ParamMap(rules).to_jax({"a": np.ones(2), "b.w": np.ones(2), "c": np.ones(2)})
-
-
-def test_transforms_that_lose_something_are_refused():
-    with pytest.raises(ShapeError, match="no permutation"):
-        transforms.permute((0, 0))
-    with pytest.raises(ShapeError, match="not as many elements"):
-        transforms.reshape((2, 3), (5,))
-    with pytest.raises(ShapeError, match="sizes"):
-        transforms.fuse(0, 2).forward([np.ones(2), np.ones(3)])
 
 
 X = draw.normal(size=(8, 4))
