@@ -7,6 +7,7 @@ from dualmesh import flags as flags
 from dualmesh import host as host
 from dualmesh import importers as importers
 from dualmesh import initializers as initializers
+from dualmesh import interop as interop
 from dualmesh import ops as ops
 from dualmesh import presets as presets
 from dualmesh import sequence as sequence
@@ -39,8 +40,9 @@ from dualmesh.resharding import reshard
 from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
 from dualmesh.scoped import scoped
 from dualmesh.seeds import seed_for
-from dualmesh.session import Session, clear_parallel_state, init_distributed, session
+from dualmesh.session import Session, clear_parallel_state
 from dualmesh.spec import TopologySpec, View
+from dualmesh.starting import init_distributed, session
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
@@ -91,6 +93,7 @@ __all__ = [
     "init_parallel_states",
     "init_sharded",
     "initializers",
+    "interop",
     "local_slices",
     "nodes",
     "ops",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from dualmesh.border import Border
 from dualmesh.errors import BackendError
 from dualmesh.fabric import Fabric
 from dualmesh.state import ParallelState, StatePlan, World
@@ -35,6 +36,8 @@ class Launch:
     """Which device is which rank, where the backend lets one choose: see `init_distributed`."""
     axis_types: str | None = None
     """What kind of axes meshes have, where the framework has several."""
+    shares_devices: bool = False
+    """Another framework computes on this process' device too: leave it memory, and use no other device."""
 
 
 class Backend(ABC):
@@ -46,6 +49,8 @@ class Backend(ABC):
     name: ClassVar[str]
     launch_settings: ClassVar[tuple[str, ...]] = ()
     """Those of `device_order`, `axis_types` that `start` understands."""
+    leads: ClassVar[bool] = False
+    """Whether a running world can tell its processes where those of another framework meet: `agreed_address`."""
 
     @abstractmethod
     def world(self) -> World | None:
@@ -62,6 +67,10 @@ class Backend(ABC):
     @abstractmethod
     def stop(self, world: World) -> None:
         """End a world that `start` started. *Local*; never waits for other ranks."""
+
+    def agreed_address(self, world: World) -> str:
+        """Return host:port of process 0 on which nobody listens, the same in every process. *Collective.*"""
+        raise BackendError(f"Backend {self.name!r} cannot tell other processes where to meet.", backend=self.name)
 
     @abstractmethod
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
@@ -84,6 +93,14 @@ class Backend(ABC):
     def groups_in_use(self) -> "tuple[GroupInUse, ...]":
         """Return the process groups that the backend holds in this process. *Local.* See `dualmesh.groups_in_use`."""
         return ()
+
+    def border(self) -> Border:
+        """Return what hands arrays to other frameworks and takes theirs in. *Local.*
+
+        Raises:
+            BackendError: The backend has none.
+        """
+        raise BackendError(f"Backend {self.name!r} hands no arrays to other frameworks.", backend=self.name)
 
     def fabric(self) -> Fabric:
         """Return what makes the meshes and groups of a `DistributedState`. *Local.*

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import dualmesh.pictures as pictures
     import dualmesh.pictures.notebooks as notebooks
+    import dualmesh.twins as twins
 else:
 
     class _LazyModule(ModuleType):
@@ -32,5 +33,6 @@ else:
     metadata = _LazyModule("importlib.metadata")
     notebooks = _LazyModule("dualmesh.pictures.notebooks")
     pictures = _LazyModule("dualmesh.pictures")
+    twins = _LazyModule("dualmesh.twins")
 
-__all__ = ["array_api_compat", "cloudpickle", "metadata", "notebooks", "np", "pictures"]
+__all__ = ["array_api_compat", "cloudpickle", "metadata", "notebooks", "np", "pictures", "twins"]

@@ -54,12 +54,20 @@ class Registry:
         state = self._states.get(plan)
         return state if state is not None and state.is_live else None
 
+    def keep(self, state: ParallelState) -> None:
+        """Register a state under no name of its own: it answers to those of its twin. *Local.*"""
+        self._states[state.plan] = state
+
     def add(self, name: str, state: ParallelState) -> None:
         """Register a state under a name; `state` may have other names already. *Local.*"""
         self.named[name] = state
         self._states[state.plan] = state
         if name not in state.names:
             state.names.append(name)
+
+    def unname(self, name: str) -> None:
+        """Take one name from its state, which keeps its others. *Local.*"""
+        self.named.pop(name).names.remove(name)
 
     def taken(self, name: str, plan: StatePlan) -> ParallelState | None:
         """Return the live state that already has the name, after a warning, or None. *Local.*

@@ -1,6 +1,6 @@
-"""Starting and ending worlds: one session is the life of one world.
+"""The life of a world: its session, which states it has, how it ends.
 
-States inside a session are built in `initialization`; launcher variables are read in `environment`.
+What users call to start one, or several together, is in `starting`; states are built in `initialization`.
 """
 
 import os
@@ -61,7 +61,7 @@ class Session:
         return f"<Session {self.backend!r}, world_size={self.world_size}, local_ranks={self.local_ranks}, {life}>"
 
 
-def init_distributed(
+def started(
     backend: str | None = None,
     *,
     rank: int | None = None,
@@ -72,27 +72,7 @@ def init_distributed(
     device_order: Any = None,
     axis_types: str | None = None,
 ) -> Session:
-    """Start the world of a framework. *Collective over all processes.*
-
-    Reads what torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) unless `rank` and `init_method`
-    are given; with neither, one process. A world that already runs is adopted and never ended by dualmesh.
-
-    Args:
-        backend: "torch", "jax", "sim" or another installed one; None: see `discovery.choose`.
-        rank: This process' rank; with it world_size counts processes.
-        world_size: Ranks (JAX and sim: devices and simulated ranks in one process).
-        init_method: "tcp://host:port" of process 0; "auto": what JAX finds out about its cluster by itself.
-        local_devices: Ranks that this process holds, where the backend lets one choose.
-        timeout_s: How long to wait for the other processes, in seconds.
-        device_order: JAX: which device is which rank. None: by process and position; "topology": as
-            `jax.experimental.mesh_utils` orders them, so that neighbours in rank are neighbours in hardware; or the
-            devices themselves, in rank order.
-        axis_types: JAX: "auto" (None) or "explicit" meshes.
-
-    Raises:
-        LaunchError: Variables or arguments are half given or contradict each other.
-        SessionError: A world of another size runs already, or the world cannot be started.
-    """
+    """Return the session of one framework's world, starting it where none runs: see `starting.init_distributed`."""
     if world_size is not None and whole(world_size) is None:
         raise SessionError(f"init_distributed: world_size={world_size!r} is no integer.", world_size=world_size)
     if init_method is not None and not isinstance(init_method, str):
@@ -125,7 +105,7 @@ def init_distributed(
                     asked=world_size,
                 )
             return session
-        return _kept(Session(driver, driver.start(launch), owned=True))
+        return kept(Session(driver, driver.start(launch), owned=True))
 
 
 def _running(driver: Backend, settings: Mapping[str, Any]) -> World | None:
@@ -150,47 +130,12 @@ def _running(driver: Backend, settings: Mapping[str, Any]) -> World | None:
 
 
 @contextmanager
-def session(
-    backend: str | None = None,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    init_method: str | None = None,
-    local_devices: int | None = None,
-    timeout_s: float | None = None,
-    device_order: Any = None,
-    axis_types: str | None = None,
-) -> Iterator[Session]:
-    """Run a block in a world of its own; tear down in order, also when the block raises. See `init_distributed`.
-
-    >>> import dualmesh as dm
-    >>> with dm.session(backend="sim", world_size=4) as session:
-    ...     dm.init_parallel_state(dp_size=2, tp_size=2).size("dp")
-    2
-    """
-    started = init_distributed(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        init_method=init_method,
-        local_devices=local_devices,
-        timeout_s=timeout_s,
-        device_order=device_order,
-        axis_types=axis_types,
-    )
-    try:
-        yield started
-    finally:
-        started.close()
-
-
-@contextmanager
 def session_for(backend: str | None) -> Iterator[Session]:
     """Yield the live session of the backend meant; a world started for the block ends if the block raises. *Local.*"""
     with _lock:
         driver = driver_for(backend)
         running = driver.world()
-        current = init_distributed(driver.name) if running is None else adopted(driver, running)
+        current = started(driver.name) if running is None else adopted(driver, running)
     try:
         yield current
     except BaseException:
@@ -212,10 +157,11 @@ def adopted(driver: Backend, running: World) -> Session:
         return known
     if known is not None:
         forget(known.states())
-    return _kept(Session(driver, running, owned=False))
+    return kept(Session(driver, running, owned=False))
 
 
-def _kept(new: Session) -> Session:
+def kept(new: Session) -> Session:
+    """Remember a session as the one that is meant when none is named. *Local.*"""
     _sessions.pop(new.backend, None)
     _sessions[new.backend] = new
     return new

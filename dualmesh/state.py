@@ -20,7 +20,7 @@ from dualmesh.errors import (
     listed,
 )
 from dualmesh.group_options import GroupOptions, checked_timeout
-from dualmesh.lazy import notebooks
+from dualmesh.lazy import notebooks, twins
 from dualmesh.partition_spec import P
 from dualmesh.resolution import whole
 from dualmesh.seed_attributes import SeedAttributes
@@ -55,6 +55,8 @@ class StatePlan:
     async_enabled: bool = False
     own_groups: bool = False
     group_options: GroupOptions = ()
+    name: str = field(default="", compare=False)
+    """The name that it was first asked for under; equal states under several names are one state."""
 
 
 class AxisTable(dict[Axis, Any]):
@@ -139,6 +141,17 @@ class ParallelState(SeedAttributes, ABC):
     def members(self) -> tuple[int, ...]:
         """The session ranks of the state, in grid order. *Pure*, O(world)."""
         return tuple(map(self.session_rank, self.topology.members))
+
+    def on(self, backend: str) -> "ParallelState":
+        """Return the same topology in another framework's world. *Collective at first use, over the state's ranks.*
+
+        It answers to the same names and lives until either world ends; `dm.init_distributed(backend=("torch", "jax"))`
+        starts both.
+
+        Raises:
+            SessionError: The other framework has no world here, or its ranks lie in other processes.
+        """
+        return twins.twin_of(self, backend)
 
     # -- sizes and ranks -------------------------------------------------------------------------------------------
 
@@ -357,6 +370,11 @@ class ParallelState(SeedAttributes, ABC):
     def label(self) -> str:
         """How messages call the state: its first name, or its topology."""
         return f"State {self.names[0]!r}" if self.names else f"State {self.topology!r}"
+
+    @property
+    def common_label(self) -> str:
+        """`label` with the name that comes first among its names, whatever the order in which they were given."""
+        return f"State {min(self.names)!r}" if self.names else f"State {self.topology!r}"
 
     def unknown_axis(self, axis: object) -> UnknownAxisError:
         """Return the error for an axis that the state does not have."""

@@ -3,4 +3,4 @@
 from dualmesh.errors import WorkerError as WorkerError
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from dualmesh.testing.pools import Pool as Pool
-from dualmesh.testing.pools import free_port as free_port
+from dualmesh.addresses import free_port as free_port

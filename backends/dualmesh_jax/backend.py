@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from dualmesh import environment
 from dualmesh.backend import Backend, Launch
+from dualmesh.border import Border
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.fabric import Fabric
 from dualmesh.resolution import whole
@@ -19,9 +20,10 @@ from dualmesh.scope import add_mirror
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
+from dualmesh_jax.border import JaxBorder
 from dualmesh_jax.devices import axis_type, check_local, ordered_devices, request_cpu_devices, too_few
 from dualmesh_jax.fabric import JaxFabric
-from dualmesh_jax.launching import join, joins_others
+from dualmesh_jax.launching import join, joins_others, leave_memory
 from dualmesh_jax.meshes import MeshBook
 from dualmesh_jax.private import backend_is_initialized
 from dualmesh_jax.scope import JaxMirror
@@ -53,6 +55,8 @@ class JaxBackend(Backend):
 
     def start(self, launch: Launch) -> World:
         several, types = joins_others(launch), axis_type(launch.axis_types)
+        if launch.shares_devices:
+            leave_memory()
         asked = _asked_size(launch, several)
         if several:
             request_cpu_devices(launch.local_devices)
@@ -104,6 +108,9 @@ class JaxBackend(Backend):
         built = [JaxState(plan, world, mesh, self._store) for plan, mesh in zip(plans, shared, strict=True)]
         self._states += built
         return list(built)
+
+    def border(self) -> Border:
+        return JaxBorder()
 
     def fabric(self) -> Fabric:
         self.world()

@@ -18,6 +18,12 @@ from dualmesh_jax import private
 from dualmesh_jax.meeting import meet
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+"""JAX's variable: whether it takes three quarters of a GPU's memory when it starts."""
+TOOK_MEMORY = (
+    "Backend 'jax': JAX has started already in this process and taken most of the device's memory, which torch needs "
+    f"too. Call dm.init_distributed before the first use of JAX, or set {PREALLOCATE}=false."
+)
 SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 """What a task of a SLURM step has, and JAX reads."""
 NO_CLUSTER = (
@@ -55,7 +61,9 @@ def join(launch: Launch, timeout_s: float) -> None:
         return
     address = coordinator(launch)
     meet(address, launch.rank, launch.process_count, timeout_s)
-    _initialize(timeout_s, coordinator_address=address, num_processes=launch.process_count, process_id=launch.rank)
+    place = {"coordinator_address": address, "num_processes": launch.process_count, "process_id": launch.rank}
+    only = {"local_device_ids": [launch.local_rank]} if launch.shares_devices else {}
+    _initialize(timeout_s, **place, **only)
 
 
 def coordinator(launch: Launch) -> str:
@@ -71,6 +79,19 @@ def coordinator(launch: Launch) -> str:
     if method in ("env://", f"tcp://{host}:{port}"):
         return f"{host}:{int(port) + 1}"
     return method.removeprefix("tcp://")
+
+
+def leave_memory() -> None:
+    """Keep JAX from taking most of the device's memory at its start: another framework computes there. *Local.*
+
+    Raises:
+        SessionError: JAX has started already and took it.
+    """
+    if os.environ.get(PREALLOCATE, "").lower() in ("false", "0"):
+        return
+    if private.backend_is_initialized():
+        raise SessionError(TOOK_MEMORY)
+    os.environ[PREALLOCATE] = "false"
 
 
 def _detect(timeout_s: float) -> None:

@@ -9,14 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dualmesh.addresses import free_port
 from dualmesh.backend import Backend, Launch
+from dualmesh.border import Border
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
+from dualmesh_torch.border import TorchBorder
 from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.scope import carry_to_workers
@@ -27,6 +31,7 @@ class TorchBackend(Backend):
     """One process per rank: gloo on CPU, nccl (or what torch has for the accelerator) on devices."""
 
     name = "torch"
+    leads = True
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -83,6 +88,13 @@ class TorchBackend(Backend):
         if self._world is world:
             self._world = self.pool = None
 
+    def agreed_address(self, world: World) -> str:
+        (rank,) = world.local_ranks
+        try:
+            return _announced(rank, f"dualmesh/address/{self.pool.session if self.pool is not None else ''}")
+        except RuntimeError as error:
+            raise unanswered("Backend 'torch'", rank, error) from error
+
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
         pool = self.pool
         if pool is None or not world.is_live():
@@ -123,6 +135,9 @@ class TorchBackend(Backend):
             for key, group, users in (self.pool.in_use() if self.pool is not None else ())
         )
 
+    def border(self) -> Border:
+        return TorchBorder()
+
     def fabric(self) -> Fabric:
         self.world()
         if self._fabric[0] is not self.pool:
@@ -143,6 +158,16 @@ class TorchBackend(Backend):
             process_count=group.size(),
             is_live=lambda: dist.group.WORLD is group,
         )
+
+
+def _announced(rank: int, slot: str) -> str:
+    """Return the address that rank 0 puts into the default store: a free port, on the host of that store."""
+    store: Any = private.default_store()
+    if rank == 0:
+        innermost = store.underlying_store if isinstance(store, PrefixStore) else store
+        host = innermost.host if isinstance(innermost, TCPStore) else "127.0.0.1"
+        store.set(slot, f"{host}:{free_port()}")
+    return str(store.get(slot).decode())
 
 
 def _communication(launch: Launch) -> str:

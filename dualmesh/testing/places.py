@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualmesh.addresses import free_port
 from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.session import session
+from dualmesh.starting import session
 from dualmesh.testing.instruments import instruments_of
-from dualmesh.testing.pools import DEFAULT_TIMEOUT_S, Pool, free_port
+from dualmesh.testing.pools import DEFAULT_TIMEOUT_S, Pool
 
 JAX_DEVICES = 8
 # One thread per process: the ranks share the cores.

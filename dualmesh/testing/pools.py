@@ -6,7 +6,6 @@ Functions travel by cloudpickle, closures included. What world a function then r
 import atexit
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,11 +147,3 @@ def _travelling(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return travelled
-
-
-def free_port() -> int:
-    """Return a TCP port that nobody listens on. *Local.*"""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
