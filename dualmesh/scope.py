@@ -16,6 +16,7 @@ from dualmesh.registry import registry
 from dualmesh.solo import solo_state
 from dualmesh.state import ParallelState
 from dualmesh.stepping import scoped_callable
+from dualmesh.unscoped import Told, check_unscoped, is_started_thread
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -77,6 +78,7 @@ class ThreadMirror(threading.local):
     def __init__(self) -> None:
         # Set here and not on the class: torch.compile does not guard a class-level default, and would keep its answer.
         self.scope: Scope | None = None
+        self.is_worker = is_started_thread()
 
 
 _CURRENT: ContextVar[Scope | None] = ContextVar("dualmesh_scope", default=None)
@@ -98,8 +100,9 @@ def get_parallel_state() -> ParallelState:
     Before any state is registered this is a single-process state, with one warning.
 
     Raises:
-        ScopeError: With JAX loaded: the context is in another scope than its thread, since a `with` block was held
-            open across an await, or the context was copied to where it was not entered.
+        ScopeError: In strict mode: this is a thread that entered no scope, and two or more topologies are registered
+            (else one warning). With JAX loaded: the context is in another scope than its thread, since a `with` block
+            was held open across an await, or the context was copied to where it was not entered.
     """
     scope = read()
     if scope is not this_thread.scope:
@@ -108,6 +111,8 @@ def get_parallel_state() -> ParallelState:
         scope = _elsewhere()
     if scope is not None:
         return scope.state
+    if _default is not None and this_thread.is_worker:
+        check_unscoped(_default_name)
     return _default if _default is not None else solo_state()
 
 
@@ -341,7 +346,7 @@ def set_default(state: ParallelState | None, name: str = "base") -> None:
     """Set the state that holds where no scope is open, in every thread. *Local.*"""
     global _default, _default_name
     with _lock:
-        _default, _default_name = state, name
+        _default, _default_name, Told.once = state, name, False
         for mirror in _mirrors:
             mirror.set_default(state)
 

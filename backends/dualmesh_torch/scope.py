@@ -34,6 +34,11 @@ def _hold(scope: Scope) -> None:
     """Nothing to do: a scope opened in compiled code ends there, and no other mirror is asked in between."""
 
 
+@torch.compiler.substitute_in_graph(core.check_unscoped)
+def _check_unscoped(name: str) -> None:
+    """Nothing to do: compiled code says nothing."""
+
+
 class WorkerMirror:
     """Carries the scope to the worker threads in which autograd runs backward on accelerators."""
 

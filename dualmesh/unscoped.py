@@ -1,0 +1,49 @@
+"""Reading the ambient state in a thread that entered no scope, where several topologies are registered.
+
+Which state is ambient is in `scope`.
+"""
+
+import threading
+
+from dualmesh.cautions import caution
+from dualmesh.errors import ScopeError
+from dualmesh.registry import registry
+
+UNSCOPED = (
+    "get_parallel_state: the thread {thread!r} entered no scope, and {count} topologies are registered. It gets the "
+    "default, {name!r}, whatever is ambient in the thread that started it. Carry the scope there with dm.bind(fn), or "
+    "enter one."
+)
+
+
+class Told:
+    """Whether the one warning was given."""
+
+    once = False
+
+
+def is_started_thread() -> bool:
+    """Tell whether this is a thread that somebody started, and may have forgotten to carry the scope to. *Local.*
+
+    Not so in threads of the frameworks' own, which Python knows as dummies.
+    """
+    thread = threading.current_thread()
+    return thread is not threading.main_thread() and not thread.name.startswith("Dummy-")
+
+
+def check_unscoped(name: str) -> None:
+    """Warn, once, that a thread gets the default among several topologies; refuse it in strict mode. *Local.*
+
+    Raises:
+        ScopeError: Strict mode.
+    """
+    if Told.once and not registry.strict:
+        return
+    count = len({state.topology for state in registry.states()})
+    if count < 2:
+        return
+    message = UNSCOPED.format(thread=threading.current_thread().name, count=count, name=name)
+    if registry.strict:
+        raise ScopeError(message, count=count)
+    Told.once = True
+    caution(message)
