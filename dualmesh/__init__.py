@@ -1,53 +1,99 @@
 """dualmesh: named parallel topologies for PyTorch and JAX, scoped and never mixed up.
 
-This face re-exports; each name is documented where it lives.
+This face re-exports; each name is documented where it lives, and loaded from there when it is first asked for. A new
+name is written three times, for readers of types, for the loader, and in `__all__`; a test holds them together.
 """
 
-from dualmesh import flags as flags
-from dualmesh import host as host
-from dualmesh import importers as importers
-from dualmesh import initializers as initializers
-from dualmesh import interop as interop
-from dualmesh import ops as ops
-from dualmesh import presets as presets
-from dualmesh import sequence as sequence
-from dualmesh.ahead_of_time import aot
-from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
-from dualmesh.configuration import Configuration
-from dualmesh.configuration.state_config import StateConfig
-from dualmesh.description import describe, described
-from dualmesh.distributed_state import DistributedState
-from dualmesh.errors import DualmeshError, StaleStateError
-from dualmesh.fabric import create_device_mesh
-from dualmesh.federated_exchange import federated_mean
-from dualmesh.federation import FederatedSpec
-from dualmesh.group_topology import GroupSpec, GroupTopology
-from dualmesh.groups_in_use import GroupInUse, groups_in_use
-from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
-from dualmesh.initializers import ProcessGroupInitializer
-from dualmesh.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
-from dualmesh.node_discovery import nodes
-from dualmesh.nodes import Nodes
-from dualmesh.parallel_modes import ParallelMode
-from dualmesh.partition_spec import P
-from dualmesh.pictures import draw
-from dualmesh.plan import ShardingPlan
-from dualmesh.plan_models import init_sharded
-from dualmesh.programs import remat, shard_map, value_and_grad
-from dualmesh.rank_groups import RankGroups
-from dualmesh.registry import strict
-from dualmesh.resharding import reshard
-from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
-from dualmesh.scoped import scoped
-from dualmesh.seeds import seed_for
-from dualmesh.session import Session, clear_parallel_state
-from dualmesh.spec import TopologySpec, View
-from dualmesh.starting import init_distributed, session
-from dualmesh.state import ParallelState
-from dualmesh.topology import Topology
-from dualmesh.usual import parallel_spec
+from typing import TYPE_CHECKING
+
+from dualmesh.face import face
+
+if TYPE_CHECKING:
+    from dualmesh import errors as errors
+    from dualmesh import flags as flags
+    from dualmesh import host as host
+    from dualmesh import importers as importers
+    from dualmesh import initializers as initializers
+    from dualmesh import interop as interop
+    from dualmesh import ops as ops
+    from dualmesh import presets as presets
+    from dualmesh import sequence as sequence
+    from dualmesh.ahead_of_time import aot
+    from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
+    from dualmesh.configuration import Configuration, StateConfig
+    from dualmesh.description import describe, described
+    from dualmesh.distributed_state import DistributedState
+    from dualmesh.errors import DualmeshError, StaleStateError
+    from dualmesh.fabric import create_device_mesh
+    from dualmesh.federated_exchange import federated_mean
+    from dualmesh.federation import FederatedSpec
+    from dualmesh.group_topology import GroupSpec, GroupTopology
+    from dualmesh.groups_in_use import GroupInUse, groups_in_use
+    from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
+    from dualmesh.initializers import ProcessGroupInitializer
+    from dualmesh.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
+    from dualmesh.node_discovery import nodes
+    from dualmesh.nodes import Nodes
+    from dualmesh.parallel_modes import ParallelMode
+    from dualmesh.partition_spec import P
+    from dualmesh.pictures import draw
+    from dualmesh.plan import ShardingPlan
+    from dualmesh.plan_models import init_sharded
+    from dualmesh.programs import remat, shard_map, value_and_grad
+    from dualmesh.rank_groups import RankGroups
+    from dualmesh.registry import strict
+    from dualmesh.resharding import reshard
+    from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
+    from dualmesh.scoped import scoped
+    from dualmesh.seeds import seed_for
+    from dualmesh.session import Session, clear_parallel_state
+    from dualmesh.spec import TopologySpec, View
+    from dualmesh.starting import init_distributed, session
+    from dualmesh.state import ParallelState
+    from dualmesh.topology import Topology
+    from dualmesh.usual import parallel_spec
 
 __version__ = "0.1.0"
+
+_MODULES = ("errors", "flags", "host", "importers", "initializers", "interop", "ops", "presets", "sequence")
+_HOMES = {
+    "ahead_of_time": "aot",
+    "arrays": "constrain distribute local_slices shard_local to_numpy",
+    "configuration": "Configuration StateConfig",
+    "description": "describe described",
+    "distributed_state": "DistributedState",
+    "errors": "DualmeshError StaleStateError",
+    "fabric": "create_device_mesh",
+    "federated_exchange": "federated_mean",
+    "federation": "FederatedSpec",
+    "group_topology": "GroupSpec GroupTopology",
+    "groups_in_use": "GroupInUse groups_in_use",
+    "initialization": "get_parallel_state_by_name init_parallel_state init_parallel_states",
+    "initializers": "ProcessGroupInitializer",
+    "loss": "clip_grad_norm_ global_norm sum_gradients sync_gradients token_mean",
+    "node_discovery": "nodes",
+    "nodes": "Nodes",
+    "parallel_modes": "ParallelMode",
+    "partition_spec": "P",
+    "pictures": "draw",
+    "plan": "ShardingPlan",
+    "plan_models": "init_sharded",
+    "programs": "remat shard_map value_and_grad",
+    "rank_groups": "RankGroups",
+    "registry": "strict",
+    "resharding": "reshard",
+    "scope": "bind get_parallel_state scope_name use_parallel_state",
+    "scoped": "scoped",
+    "seeds": "seed_for",
+    "session": "Session clear_parallel_state",
+    "spec": "TopologySpec View",
+    "starting": "init_distributed session",
+    "state": "ParallelState",
+    "topology": "Topology",
+    "usual": "parallel_spec",
+}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = face(__name__, _MODULES, _HOMES)
 
 __all__ = [
     "Configuration",

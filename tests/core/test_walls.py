@@ -1,9 +1,13 @@
 """The core imports no framework, and neither backend imports the other's; each look is a fresh process."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import dualmesh as dm
 
 LOADED = "import sys; print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'jax', 'jaxlib', 'numpy'}))"
 
@@ -91,3 +95,40 @@ except BackendImportError as error:
 """
     found = "Backend 'jax' could not be imported: jax is not installed. pip install 'dualmesh-topology[jax]'. None True"
     assert fresh(code) == found
+
+
+def test_importing_the_face_loads_nothing_behind_it():
+    """Every public name is loaded when asked for, and then only with what it needs."""
+    loaded = "print(sorted(name for name in sys.modules if name.startswith('dualmesh')))"
+    assert fresh(f"import sys, dualmesh\n{loaded}") == "['dualmesh', 'dualmesh.face']"
+    absent = (
+        *("flags", "configuration", "importers", "presets", "pictures", "testing", "federation", "distributed_state"),
+        *("cli", "initializers", "plan", "node_discovery"),
+    )
+    needed = f"import sys, dualmesh as dm; dm.parallel_spec(dp_size=2).resolve(2); absent = {absent}"
+    assert fresh(f"{needed}\nprint([name for name in absent if f'dualmesh.{{name}}' in sys.modules])") == "[]"
+
+
+def test_the_face_names_the_same_for_readers_of_types_for_the_loader_and_in_all():
+    tree = ast.parse(Path(dm.__file__).read_text())
+    (typed,) = (node.body for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
+    homes = {alias.name: node.module.removeprefix("dualmesh.") for node in typed for alias in node.names}
+    loaded = {name: home for home, names in dm._HOMES.items() for name in names.split()}
+    assert homes == {**loaded, **dict.fromkeys(dm._MODULES, "dualmesh")}
+    assert {*homes} == {*dm.__all__, "errors"}
+    assert {*homes} <= {*dir(dm)}
+
+
+def test_every_public_name_is_found_even_where_a_submodule_is_called_the_same():
+    code = """
+import importlib, pkgutil, dualmesh as dm
+for module in pkgutil.iter_modules(dm.__path__):
+    if module.name != "__main__":
+        importlib.import_module(f"dualmesh.{module.name}")
+for home, names in dm._HOMES.items():
+    for name in names.split():
+        assert getattr(dm, name) is getattr(importlib.import_module(f"dualmesh.{home}"), name), name
+from dualmesh import *
+print(session.__name__, nodes.__name__, scoped.__name__, ops.__name__)
+"""
+    assert fresh(code) == "session nodes scoped dualmesh.ops"
