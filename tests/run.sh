@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Every check of the project, set-up included: lint, format, types, tests. Arguments go to pytest.
+# Two lanes of test files: while one waits for processes to meet, or compiles on one core, the other computes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . .ci/environment.sh
@@ -8,4 +9,4 @@ echo "ruff, mypy"
 ruff check .
 ruff format --check --quiet .
 mypy
-python -m pytest "$@"
+python -m pytest -n 2 --dist loadfile "$@"
