@@ -21,8 +21,8 @@ import optax
 import dualmesh as dm
 
 VOCABULARY, WIDTH, HEADS, LENGTH, EXPERTS, BATCH, MAX_NORM = 32, 16, 4, 8, 4, 8, 1.0
-# Each part's specs are in its own state's names. What the thinker calls rows over (dp, ulysses), the talker calls dp.
-TOKENS, HANDED_OVER, TAKEN_OVER = dm.P("dp", "ulysses"), dm.P(("dp", "ulysses")), dm.P("dp")
+# Each part's specs are in its state's names: the thinker has pieces of sequences, the talker whole ones, fewer rows.
+TOKENS, ROWS = dm.P("dp", "ulysses"), dm.P("dp")
 SPECS = {
     "thinker": {"embedding": dm.P("dp_shard_sp"), "qkv": dm.P(None, "dp_shard_sp")},
     "talker": {"experts": dm.P("ep"), "head": dm.P()},
@@ -40,13 +40,12 @@ def initial(name: str) -> dict[str, np.ndarray]:
 
 
 def think(own: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-    """Return hidden states, whole sequences of fewer rows: from the thinker's layout to the talker's."""
+    """Return hidden states, in the layout of the tokens."""
     embedding = dm.ops.all_gather(own["embedding"], "dp_shard_sp", 0)
     x = embedding[tokens]
     layers = dm.ops.all_gather(own["qkv"], "dp_shard_sp", 1)
     heads = [(x @ layer).reshape(*x.shape[:2], HEADS, -1) for layer in layers]
-    x = x + dm.sequence.ulysses_attention(*heads, attend).reshape(x.shape)
-    return dm.ops.all_to_all(x, "ulysses", split_dim=0, concat_dim=1)
+    return x + dm.sequence.ulysses_attention(*heads, attend).reshape(x.shape)
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -99,8 +98,8 @@ class Trainer:
             with dm.use_parallel_state(name):
                 values = initial(name)
                 self.parameters[name] = {key: dm.distribute(values[key], spec) for key, spec in specs.items()}
-        thinker = dm.scoped(dm.shard_map(think, (SPECS["thinker"], TOKENS), HANDED_OVER), "thinker")
-        scored = dm.scoped(dm.shard_map(score, (SPECS["talker"], TAKEN_OVER, TAKEN_OVER), dm.P()), "talker")
+        thinker = dm.scoped(dm.shard_map(think, (SPECS["thinker"], TOKENS), TOKENS), "thinker")
+        scored = dm.scoped(dm.shard_map(score, (SPECS["talker"], ROWS, ROWS), dm.P()), "talker")
         with dm.use_parallel_state("talker"):
             self.callbacks.append(dm.bind(self.report))  # keeps the talker's state, whoever calls it
         schedule = optax.linear_schedule(0.02, 0.01, 20)
@@ -111,7 +110,9 @@ class Trainer:
         @jax.jit
         def update(parameters: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, Any, jax.Array]:
             def loss(parameters: Any) -> jax.Array:
-                return scored(parameters["talker"], thinker(parameters["thinker"], tokens), targets)
+                hidden = thinker(parameters["thinker"], tokens)
+                hidden = dm.reshard(hidden, src=("thinker", TOKENS), dst=("talker", ROWS))
+                return scored(parameters["talker"], hidden, targets)
 
             value, gradients = jax.value_and_grad(loss)(parameters)
             updates, state = optimizer.update(gradients, state, parameters)
@@ -123,7 +124,7 @@ class Trainer:
         """Train one step; what needs a state names it, the rest does not."""
         tokens, targets = next(self.data)
         tokens = dm.distribute(tokens, TOKENS)
-        targets = dm.distribute(targets, TAKEN_OVER, state=dm.get_parallel_state_by_name("talker"))
+        targets = dm.distribute(targets, ROWS, state=dm.get_parallel_state_by_name("talker"))
         self.parameters, self.optimizer_state, loss = self.update(
             self.parameters, self.optimizer_state, tokens, targets
         )
