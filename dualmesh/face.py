@@ -21,6 +21,10 @@ class _Face(ModuleType):
         if not (isinstance(value, ModuleType) and self.__dict__["_homes"].get(name, value) is not value):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        """Travel by name: functions that name the package go to other processes, as tests' closures do."""
+        return importlib.import_module, (self.__name__,)
+
 
 def face(
     package: str, modules: Iterable[str], homes: Mapping[str, str]
