@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal
 
-from dualmesh import scope
+from dualmesh import logs, scope
 from dualmesh.arguments import flag_of, items_of, words_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.federation import FederatedSpec
@@ -195,6 +195,7 @@ def _registered(
     if scope.default_state() is None and names:
         first = default if default is not None else names[0]
         scope.set_default(registry.get(first), first)
+    logs.tell_registered({name: registry.get(name) for name in names if name in wanted})
     return {name: registry.get(name) for name in names}
 
 

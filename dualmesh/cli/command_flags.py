@@ -79,7 +79,7 @@ def _canonical(command: str, given: Iterable[str], names: Sequence[str], switche
     """Return a command line with every flag by its full name: --dp-shard is --dp_shard_size."""
     short = {full: name for name, full in ALIASES.items()}
     known = [short.get(name, name.removesuffix(ENDING) if name in BY_NAME else name) for name in names]
-    found = []
+    found: list[str] = []
     given = iter(given)
     for word in given:
         if word == "--":

@@ -110,8 +110,8 @@ def variables(env: Mapping[str, str]) -> Iterator[Finding]:
         found = f"{discovery.VARIABLE}={backend!r} is no backend. Backends: {listed(names)}.{hint}"
         yield Finding(f"environment: {discovery.VARIABLE}", "problem", found, "Set it to one of these, or unset it")
     if not said:
-        found = [name for name in environment.TORCHRUN if env.get(name)]
-        yield Finding("environment", "ok", f"launcher variables: {listed(found)}")
+        launched = [name for name in environment.TORCHRUN if env.get(name)]
+        yield Finding("environment", "ok", f"launcher variables: {listed(launched)}")
 
 
 def ports(env: Mapping[str, str]) -> Iterator[Finding]:

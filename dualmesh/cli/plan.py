@@ -11,13 +11,14 @@ from dualmesh.cli.report import Report, Table
 from dualmesh.cli.selection import selected
 from dualmesh.cli.show import heading, text_of
 from dualmesh.cli.traffic import Model, bytes_held, traffic
+from dualmesh.configuration import StateConfig
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.lanes import Membership, loss_membership, memberships
 from dualmesh.layout import divisors
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE, leaves_node
 from dualmesh.resolution import positive
 from dualmesh.topology import Axis, Topology
-from dualmesh.usual import BASE_AXES, parallel_spec
+from dualmesh.usual import BASE_AXES
 
 SUMMARY = "communicators of a rank, bytes of a training step, sizes that fit a world"
 FLAGS = (
@@ -108,7 +109,7 @@ def _parts(name: str, topology: Topology, found: dict[str, Any], rank: int | Non
     own = sum(one["size"] > 1 for one in found["communicators"])
     title = f"communicators of rank {topology.members[0] if rank is None else rank}: {own} of more than one rank"
     yield Table(("ranks", "lane", "for", "first"), rows, title)
-    rows = [
+    step = [
         (
             one["axis"] if isinstance(one["axis"], str) else " x ".join(one["axis"]),
             str(one["size"]),
@@ -119,7 +120,7 @@ def _parts(name: str, topology: Topology, found: dict[str, Any], rank: int | Non
         )
         for one in found["step"]
     ]
-    yield Table(("axis", "size", "work", "per step", "sent by a rank", "nodes"), rows, "a training step")
+    yield Table(("axis", "size", "work", "per step", "sent by a rank", "nodes"), step, "a training step")
 
 
 def _bytes(count: float) -> str:
@@ -166,7 +167,7 @@ def _splits(world: int, count: int) -> Iterator[tuple[int, ...]]:
 
 def _score(sizes: Sequence[int], axes: Sequence[str], world: int, per_node: int, model: Model) -> dict[str, Any]:
     named = dict(zip(axes, sizes, strict=True))
-    topology = parallel_spec(**{f"{axis}_size": size for axis, size in named.items()}).resolve(world)
+    topology = StateConfig.of(named).topology_spec().resolve(world)
     sent = [(_crosses(topology, one.axis, per_node), one.sent) for one in traffic(topology, model)]
     across, inside = (sum(bytes_ for crosses, bytes_ in sent if crosses is which) for which in (True, False))
     return {"sizes": named, "across": across, "inside": inside, "held": round(bytes_held(topology, model))}

@@ -10,7 +10,7 @@ from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
 from dualmesh.cli.selection import selected
 from dualmesh.errors import RankError, counted, listed
-from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, facts, neighbours
+from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, facts, neighbours, views
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Topology
 
@@ -45,8 +45,9 @@ def text_of(topology: Topology) -> str:
 
 def heading(name: str, topology: Topology) -> str:
     """Return what a topology is in short: its name, ranks and axes of more than one position. *Pure.*"""
-    axes = topology.base_axes or topology.axis_names
-    sizes = [f"{axis}={size}" for axis in axes if (size := topology.size(axis, topology.members[0])) > 1]
+    _, axes = next(views(topology))
+    found = {axis: axis_facts(topology, axis) for axis in axes}
+    sizes = [f"{axis}={fact.size_text.replace(', ', '/')}" for axis, fact in found.items() if fact.size > 1]
     return f"{name}: {counted(len(topology.members), 'rank')}: {listed(sizes)}"
 
 

@@ -79,7 +79,7 @@ class Traffic(NamedTuple):
 
     axis: Axis
     work: str
-    count: int
+    times: int
     """Collectives per step."""
     sent: int
     """Bytes that one rank sends per step."""

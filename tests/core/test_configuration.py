@@ -129,3 +129,18 @@ def test_variables_close_to_a_setting_are_refused():
         SpecError, match=r"DUALMESH_ULYSES_SIZE='2' is no setting\. Did you mean 'DUALMESH_ULYSSES_SIZE'"
     ):
         Configuration.from_environment({"DUALMESH_ULYSES_SIZE": "2"})
+
+
+def test_states_are_registered_from_flags(tmp_path):
+    """Every backend takes this way, so the simulated world stands for all."""
+    values = flags.FlagValues()
+    define_parallel_flags(values)
+    path = written(tmp_path, "a.yaml", YAML)
+    values(["train", f"--parallel_config={path}", "--parallel_state=thinker", "--tp_size=2"])
+    with dm.session(backend="sim", world_size=8):
+        states = dm.flags.init_from_flags(values)
+        assert list(states) == ["thinker", "talker", "nodes", "rollout"]
+        assert (states["thinker"].size("dp_shard"), states["thinker"].size("tp")) == (2, 2)
+        assert dm.get_parallel_state() is states["talker"]
+    with dm.session(backend="sim", world_size=4), pytest.raises(SpecError, match=r"a\.yaml:1: world_size is 8, but"):
+        dm.flags.init_from_flags(values)
