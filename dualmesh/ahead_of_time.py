@@ -21,6 +21,11 @@ class AheadOfTime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._fn(*args, **kwargs)
 
+    def trace(self, *args: Any, **kwargs: Any) -> "ScopedStage":
+        """Trace the function for these arguments and the ambient state. *Local.*"""
+        traced = self._fn.trace(*args, **kwargs)  # type: ignore[attr-defined]
+        return ScopedStage(traced, get_parallel_state(), scope_name())
+
     def lower(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Lower the function for these arguments and the ambient state. *Local.*"""
         lowered = self._fn.lower(*args, **kwargs)  # type: ignore[attr-defined]
@@ -28,29 +33,45 @@ class AheadOfTime:
 
 
 class ScopedStage:
-    """A lowered or compiled function with the state that it was lowered in; anything else is the framework's own."""
+    """A traced, lowered or compiled function with the state that it was traced in; anything else is the framework's."""
 
     def __init__(self, stage: Any, state: ParallelState, name: str | None) -> None:
         self._stage = stage
         self._state = state
         self._name = name
 
+    def lower(self, *args: Any, **kwargs: Any) -> "ScopedStage":
+        """Lower what was traced, in the state that it was traced in: the framework looks at its mesh again. *Local.*
+
+        Raises:
+            ScopeError: Another state is ambient.
+        """
+        self._require_here("lowered")
+        return ScopedStage(self._stage.lower(*args, **kwargs), self._state, self._name)
+
     def compile(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Compile what was lowered. *Local.*"""
         return ScopedStage(self._stage.compile(*args, **kwargs), self._state, self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_here("called")
+        if not callable(self._stage):
+            raise ArgumentError(
+                f"aot: a {type(self._stage).__name__} function is not compiled yet. Call its .compile()."
+            )
+        return self._stage(*args, **kwargs)
+
+    def _require_here(self, done: str) -> None:
         here = get_parallel_state()
         if here is not self._state:
             raise ScopeError(
-                f"aot: this function was lowered in {self._name!r} ({self._state.label}) and is called in "
+                f"aot: this function was traced in {self._name!r} ({self._state.label}) and is {done} in "
                 f"{scope_name()!r} ({here.label}), where its sizes and meshes are others. Call it under "
                 f"dm.use_parallel_state({self._name!r}), or lower and compile it once per state.",
                 lowered_in=self._state,
                 called_in=here,
             )
         here.require_live("aot")
-        return self._stage(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
@@ -59,7 +80,8 @@ class ScopedStage:
 def aot(fn: Callable[..., Any]) -> AheadOfTime:
     """Return a jitted function whose `.lower(...).compile()` refuses to run in another state than then. *Local.*
 
-    The state must be the one in which it was lowered; the name that it is entered by may be another.
+    The state must be the one in which it was lowered, or traced (`.trace(...).lower().compile()`); the name that it is
+    entered by may be another.
 
     Args:
         fn: What `jax.jit` returns.

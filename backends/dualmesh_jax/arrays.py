@@ -17,6 +17,7 @@ from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, dim_layouts
 from dualmesh.verbs import Arrays
+from dualmesh_jax.surroundings import check_one_place
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -76,6 +77,7 @@ class JaxArrays(Arrays):
         sharding = self.fitted("constrain", x, spec)
         if not is_tracing():
             return jax.device_put(x, sharding)
+        check_one_place("constrain", self._state, is_staging=is_staging())
         # Where axes are Explicit, a sharding is part of the type: JAX checks a constraint, and does not move the array.
         if self._state.shared.is_explicit:
             return reshard(x, sharding)
@@ -87,6 +89,7 @@ class JaxArrays(Arrays):
         lies = source.arrays.fitted("reshard src", x, source_spec)
         shall = self.fitted("reshard dst", x, spec)
         if is_staging():
+            check_one_place("reshard", self._state, is_staging=True)
             if source.shared.devices != self._state.shared.devices:
                 raise ShardingError(
                     TWO_PLACES.format(

@@ -7,37 +7,56 @@ import functools
 from types import FunctionType, MethodType
 from typing import Any
 
+Contents = dict[int, tuple[Any, ...]]
 _EMPTY = object()
 _DEEPEST = 4
 
 
-def captured(fn: Any, depth: int = _DEEPEST) -> tuple[Any, ...]:
-    """Return the contents of the variables that a function, and the functions it captured, closed over. *Local.*
+def captured(fn: Any, depth: int = _DEEPEST) -> Contents:
+    """Return what is in each variable that a function, and the functions it captured, closed over. *Local.*
 
-    Globals, attributes of captured objects and the insides of arrays and containers are not looked at.
+    Of dicts, lists and tuples these are the keys and what is inside. Globals, attributes of captured objects and the
+    insides of arrays are not looked at.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
-    >>> captured(scaled(3))
-    (3,)
+    >>> list(captured(scaled([3, 4])).values())
+    [(3, 4)]
     """
     if isinstance(fn, functools.partial):
-        return captured(fn.func, depth) + fn.args + tuple(fn.keywords.values())
+        given = [leaf for value in (*fn.args, *fn.keywords.values()) for leaf in _leaves(value)]
+        return {id(fn): tuple(given)} | captured(fn.func, depth)
     if isinstance(fn, MethodType):
         return captured(fn.__func__, depth)
     if not isinstance(fn, FunctionType):
-        return ()
+        return {}
     wrapped = getattr(fn, "__wrapped__", None)
-    contents = captured(wrapped, depth - 1) if wrapped is not None and depth else ()
+    contents = captured(wrapped, depth - 1) if wrapped is not None and depth else {}
     for cell in fn.__closure__ or ():
         try:
-            value = cell.cell_contents
+            leaves = tuple(_leaves(cell.cell_contents))
         except ValueError:  # a variable that has no value yet
-            value = _EMPTY
-        contents += (value, *captured(value, depth - 1)) if depth else (value,)
+            leaves = (_EMPTY,)
+        contents[id(cell)] = leaves
+        for leaf in leaves if depth else ():
+            contents |= captured(leaf, depth - 1)
     return contents
 
 
-def is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Tell whether all contents are the same objects. *Pure.*"""
+def changed(before: Contents, after: Contents) -> set[int]:
+    """Return the variables that hold other objects, or are there only before or after. *Pure.*"""
+    both = before.keys() & after.keys()
+    return (before.keys() ^ after.keys()) | {name for name in both if not _is_same(before[name], after[name])}
+
+
+def _leaves(value: Any, around: tuple[int, ...] = ()) -> list[Any]:
+    """Return what is in dicts, lists and tuples, at any depth; of anything else, the value itself."""
+    if not isinstance(value, dict | list | tuple) or id(value) in around:
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value
+    keys = list(value) if isinstance(value, dict) else []
+    return keys + [leaf for part in inside for leaf in _leaves(part, (*around, id(value)))]
+
+
+def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

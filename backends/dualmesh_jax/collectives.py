@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import get_abstract_mesh
 
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError
 from dualmesh.op_table import call, transpose
@@ -23,6 +24,7 @@ from dualmesh.verbs import Collectives, Kind
 from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged
+from dualmesh_jax.surroundings import told
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -41,8 +43,8 @@ _METRICS: Mapping[str, Callable[[Any], Any]] = {
     "min": min,
 }
 OUTSIDE = (
-    "{where}: axis {axis!r} of {label} is not split here. In JAX a collective runs per rank, inside a function that is "
-    "given to dm.shard_map."
+    "{where}: axis {axis!r} of {label} is not split here{elsewhere}. In JAX a collective runs per rank, inside a "
+    "function that is given to dm.shard_map{cure}."
 )
 
 
@@ -161,9 +163,13 @@ class JaxCollectives(Collectives):
 
     def _require_inside(self, where: str, axis: Axis) -> None:
         if not self._state.is_manual(axis):
-            raise OutsideShardMapError(
-                OUTSIDE.format(where=where, axis=axis, label=self._state.label), where=where, axis=axis
-            )
+            mesh, around = self._state.mesh, get_abstract_mesh()
+            elsewhere = cure = ""
+            if around.manual_axes and around.shape_tuple != mesh.shape_tuple:
+                elsewhere = f", on {told(mesh)}: this code runs per rank of {told(around)}"
+                cure = f" in the scope of {self._state.label}"
+            message = OUTSIDE.format(where=where, axis=axis, label=self._state.label, elsewhere=elsewhere, cure=cure)
+            raise OutsideShardMapError(message, where=where, axis=axis)
 
 
 def _places(sizes: Sequence[int], order: Sequence[int]) -> list[int]:

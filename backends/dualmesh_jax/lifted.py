@@ -22,10 +22,10 @@ from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
 from dualmesh.programs import warn_of_forgotten
 from dualmesh.scope import current_scope
-from dualmesh_jax.arrays import is_staging, laid_out
-from dualmesh_jax.captures import captured, is_same
-from dualmesh_jax.meshes import ambient_mesh
+from dualmesh_jax.arrays import is_staging, is_tracing, laid_out
+from dualmesh_jax.captures import Contents, captured, changed
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
+from dualmesh_jax.surroundings import ambient_mesh, check_one_place
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 NESTED = (
     "shard_map: called inside a shard_map over the same axes ({axes}), where arrays are already this rank's blocks. "
     "Call the function itself, or lift the outer function only."
-)
-OTHER_SIZE = (
-    "shard_map: traced under {around}, but {label} is on {mesh}. One jit runs over one set of devices: call it under a "
-    "state or a mesh over the same devices."
 )
 TRACED_CHECK = (
     "shard_map: check_replicated=True compares the shards of a finished result, so it works only in a call outside "
@@ -69,9 +65,10 @@ class Lifted:
         self._check_replicated = check_replicated
         self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
         self._was_called = False
+        self._own: set[int] = set()  # variables that tracing itself changes (a counter, a log), which say nothing new
         self._compile(captured(fn))
 
-    def _compile(self, contents: tuple[Any, ...]) -> None:
+    def _compile(self, contents: Contents) -> None:
         """Forget what was compiled; the contents of captured variables are baked into what is compiled next."""
         self._captured = contents
         # A function of its own each time: JAX's caches know functions by identity.
@@ -83,7 +80,7 @@ class Lifted:
     def __call__(self, *args: Any) -> Any:
         current_scope()  # refuses where the thread is in another scope, for which the results would be kept
         contents = captured(self._fn)
-        if not is_same(contents, self._captured):
+        if changed(self._captured, contents) - self._own:
             if self._was_called:
                 caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
             self._compile(contents)
@@ -95,9 +92,12 @@ class Lifted:
             mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
             for one in forgotten:
                 warn_of_forgotten(*one)
-        with ambient_mesh(self._state.shared):
+        staging = is_staging()
+        if is_tracing():
+            check_one_place("shard_map", self._state, is_staging=staging)
+        with ambient_mesh("shard_map", self._state):
             try:
-                results = (self._inlined if is_staging() else self._compiled)(*args)
+                results = (self._inlined if staging else self._compiled)(*args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise
@@ -112,8 +112,6 @@ class Lifted:
         names = mesh.axis_names if self._axes is None else self._state.axes(self._axes)
         if set(around.manual_axes) & set(names):
             raise ArgumentError(NESTED.format(axes=listed(around.manual_axes)), axes=around.manual_axes)
-        if not around.empty and around.size != mesh.size:
-            raise ShardingError(OTHER_SIZE.format(around=around, label=self._state.label, mesh=mesh), mesh=mesh)
         args = mapped_by_spec("shard_map in_specs", self._entering, self._in_specs, args)
         lifted = jax.shard_map(
             self._body,
@@ -126,7 +124,9 @@ class Lifted:
         return lifted(*args)
 
     def _body(self, *blocks: Any) -> Any:
+        before = captured(self._fn)
         results = self._fn(*blocks)
+        self._own |= changed(before, captured(self._fn))
         mapped_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
         if self._has_partial:
             results = mapped_by_spec("shard_map out_specs", self._summed, self._out_specs, results)

@@ -1,18 +1,17 @@
 """One mesh per device order: which states share it, when it is fixed, what its axes are called.
 
-The integers behind it are in `dualmesh.refined`; when a mesh becomes JAX's ambient one is decided in `scope` and
-`programs`.
+The integers behind it are in `dualmesh.refined`; when a mesh becomes JAX's ambient one is decided in `surroundings`.
 """
 
 import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dualmesh.cautions import caution
 from dualmesh.errors import listed
@@ -39,6 +38,8 @@ class SharedMesh:
     Attributes:
         is_explicit: Whether its axes are Explicit, so that shardings are part of types.
         serial: A number that no other shared mesh of this process has.
+        mark: The name of an axis of size 1 that it ends with, empty for none. JAX tells meshes apart by the names and
+            sizes of their axes only; a mark tells one that is not over all ranks in order from all others.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class SharedMesh:
         devices: Sequence[jax.Device],
         topology: Topology,
         types: AxisType = AxisType.Auto,
+        mark: str = "",
     ) -> None:
         self.order = order
+        self.mark = mark
         self.devices = tuple(devices)
         self.is_explicit = types is AxisType.Explicit
         self._types = types
@@ -66,13 +69,20 @@ class SharedMesh:
     @cached_property
     def mesh(self) -> Mesh:
         """The mesh over all devices of the order; asking fixes its axes."""
-        return mesh_of(self.devices, [atom.size for atom in self.refined.atoms], self.refined.names, self._types)
+        marks = [self.mark] if self.mark else []
+        sizes = [*(atom.size for atom in self.refined.atoms), *(1 for _ in marks)]
+        return mesh_of(self.devices, sizes, [*self.refined.names, *marks], self._types)
 
     @cached_property
     def abstract_mesh(self) -> AbstractMesh:
         """The mesh without its devices."""
         abstract: AbstractMesh = self.mesh.abstract_mesh
         return abstract
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its axes are fixed, since somebody asked for them."""
+        return "refined" in self.__dict__
 
     @property
     def topologies(self) -> tuple[Topology, ...]:
@@ -88,7 +98,7 @@ class SharedMesh:
 
     def refusal(self, topology: Topology) -> tuple[str, str] | None:
         """Return (reason, cure) why a topology cannot join, or None when it can. *Pure.*"""
-        if "refined" in self.__dict__:
+        if self.is_fixed:
             misfits = self.refined.misfits(topology)
             if misfits:
                 return FROZEN.format(axes=listed(self.refined.names), misfits=listed(misfits)), FROZEN_CURE
@@ -118,7 +128,8 @@ class MeshBook:
                 mesh.join(topology)
                 return mesh
             refusals.append((mesh, *refusal))
-        own = SharedMesh(order, [self.devices[rank] for rank in order], topology, self._types)
+        mark = _mark(order, len(self.devices))
+        own = SharedMesh(order, [self.devices[rank] for rank in order], topology, self._types, mark)
         known.append(own)
         if refusals:
             mesh, reason, cure = refusals[0]
@@ -132,6 +143,16 @@ class MeshBook:
         self._by_order = {order: known for order, known in kept.items() if known}
 
 
+def _mark(order: tuple[int, ...], world_size: int) -> str:
+    """Return a name for ranks in an order that no other order has; empty for all ranks in order."""
+    if order == tuple(range(world_size)):
+        return ""
+    ends = f"ranks_{order[0]}_to_{order[-1]}"
+    if order == tuple(range(order[0], order[-1] + 1)):
+        return ends
+    return f"{ends}_{sha256(repr(order).encode()).hexdigest()[:8]}"
+
+
 def mesh_of(
     devices: Sequence[jax.Device], shape: Sequence[int], names: Sequence[str], types: AxisType = AxisType.Auto
 ) -> Mesh:
@@ -139,19 +160,3 @@ def mesh_of(
     grid: Any = np.empty(len(devices), dtype=object)
     grid[:] = devices
     return Mesh(grid.reshape(tuple(shape)), tuple(names), axis_types=(types,) * len(names))
-
-
-def ambient_mesh(shared: SharedMesh) -> AbstractContextManager[Any]:
-    """Return a context manager that makes a mesh JAX's ambient one, as far as JAX allows here. *Local.*
-
-    Outside tracing that is the concrete mesh, which holds from this call on: enter at once. Inside tracing it is the
-    abstract mesh; inside `shard_map`, and where the mesh around has another size, nothing.
-    """
-    try:
-        return jax.set_mesh(shared.mesh)
-    except ValueError:  # JAX's answer inside tracing
-        around = get_abstract_mesh()
-    ours = shared.abstract_mesh
-    if around == ours or around.manual_axes or not (around.empty or around.size == ours.size):
-        return nullcontext()
-    return use_abstract_mesh(ours)

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+from jax.sharding import Mesh, get_mesh
+
 _is_initialized: Callable[[], bool] | None
 try:
     # No public function tells whether JAX has started its backend without starting it. Retired by one that does
@@ -19,6 +22,10 @@ try:
 except ImportError:  # another JAX: processes do not compare states first, and exchange no Python objects
     _runtime = None
 
+# Inside tracing no public function tells which mesh jit was called under; this one sets tracing aside for a while.
+# Retired by one that does (https://github.com/jax-ml/jax/blob/main/jax/core.py).
+_outside_tracing: Any = getattr(jax.core, "eval_context", None)
+
 _STORE_METHODS = (
     *("key_value_increment", "key_value_set", "key_value_try_get", "blocking_key_value_get", "key_value_delete"),
     *("key_value_set_bytes", "key_value_dir_get", "key_value_dir_get_bytes", "wait_at_barrier"),
@@ -34,3 +41,17 @@ def store_client() -> Any | None:
     """Return the client of the store in which JAX's processes met, or None where there is none. *Local.*"""
     client = getattr(_runtime, "client", None)
     return client if all(hasattr(client, name) for name in _STORE_METHODS) else None
+
+
+def mesh_outside_tracing() -> Mesh | None:
+    """Return the mesh that `jax.set_mesh` set, empty where none did; None where it cannot be told. *Local.*
+
+    It cannot be told inside `shard_map` and `vmap` with `axis_name`, and on a JAX that has no `jax.core.eval_context`.
+    """
+    if _outside_tracing is None:
+        return None
+    try:
+        with _outside_tracing():
+            return get_mesh()
+    except ValueError:  # JAX's answer inside tracing
+        return None

@@ -1,16 +1,17 @@
 """The mirror of the scope in JAX: the ambient state's key, and its mesh.
 
-Keys are in `keys`, meshes in `meshes`; the ambient state itself is kept by `dualmesh.scope`.
+Keys are in `keys`, which mesh may be set where in `surroundings`; the ambient state itself is kept by `dualmesh.scope`.
 """
 
+import sys
 from typing import Any
 
 from dualmesh.errors import ScopeError
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
 from dualmesh_jax.keys import key_of, user_context
-from dualmesh_jax.meshes import ambient_mesh
 from dualmesh_jax.state import JaxState
+from dualmesh_jax.surroundings import ambient_mesh
 
 APART = (
     "get_parallel_state: the ambient state here is {name}, but this thread, by which JAX caches what it traces, is in "
@@ -29,7 +30,7 @@ class JaxMirror:
     def enter(self, scope: Scope) -> tuple[Any, Any]:
         state = scope.state
         if type(state) is JaxState:
-            mesh = ambient_mesh(state.shared)
+            mesh = ambient_mesh("use_parallel_state", state)
             mesh.__enter__()
             context = self._context(state.key)
             context.__enter__()
@@ -42,7 +43,8 @@ class JaxMirror:
         context, mesh = held
         context.__exit__(None, None, None)
         if mesh is not None:
-            mesh.__exit__(None, None, None)
+            error = sys.exception()  # what leaves the scope, where something does
+            mesh.__exit__(type(error), error, None)
 
     def set_default(self, state: ParallelState | None) -> None:
         self._context.set_global(key_of(state))

@@ -69,7 +69,7 @@ def spec_for(topology: Topology, refined: Refinement, native: PartitionSpec) -> 
     entries = []
     for dim, entry in enumerate(native):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        axes = named_axes(topology, Layout.of(digits[name] for name in names))
+        axes = named_axes(topology, Layout.of(digits[name] for name in names if name in digits))  # not a mesh's mark
         if axes is None:
             raise ShardingError(
                 f"{native}: dim {dim} is split by {listed(names)}, which no axes of the topology spell. Axes: "

@@ -167,7 +167,7 @@ class JaxState(ParallelState):
         around = get_abstract_mesh()
         return (
             bool(around.manual_axes)
-            and around.shape_tuple == self.shared.mesh.shape_tuple
+            and around.shape_tuple == self.shared.mesh.shape_tuple  # no two states' meshes that differ are alike in it
             and set(self.line(axis).names) <= set(around.manual_axes)
         )
 

@@ -22,7 +22,7 @@ def test_a_compiled_function_checks_the_scope_at_each_call():
         compiled = checked.lower(X).compile()
         np.testing.assert_array_equal(np.asarray(compiled(X)), 4 * X)
     np.testing.assert_array_equal(np.asarray(bare(X)), 4 * X)  # what it is for: the answer of another state
-    with pytest.raises(ScopeError, match=r"lowered in 'b' \(State 'b'\) and is called in 'a' \(State 'a'\)"):
+    with pytest.raises(ScopeError, match=r"traced in 'b' \(State 'b'\) and is called in 'a' \(State 'a'\)"):
         compiled(X)
     np.testing.assert_array_equal(np.asarray(checked(X)), 2 * X)
     assert "fusion" in compiled.as_text() or "multiply" in compiled.as_text()
@@ -42,3 +42,25 @@ def test_a_cleared_state_and_what_is_not_jitted_are_refused():
         compiled(X)
     with pytest.raises(ArgumentError, match=r"cannot be lowered.*dm\.aot\(jax\.jit\(fn\)\)"):
         dm.aot(lambda x: x)
+
+
+@in_jax()
+def test_what_was_traced_is_lowered_in_its_own_state_only():
+    import jax
+
+    two_meshes()
+    checked = dm.aot(jax.jit(lambda x: x * dm.get_parallel_state().size("sp")))
+    with dm.use_parallel_state("b"):
+        traced = checked.trace(X)
+        lowered = traced.lower()
+    assert "mul" in str(traced.jaxpr)
+    assert traced.out_info.shape == (8,)
+    with pytest.raises(ScopeError, match=r"traced in 'b' \(State 'b'\) and is lowered in 'a' \(State 'a'\)"):
+        traced.lower()
+    compiled = lowered.compile()
+    with pytest.raises(ScopeError, match="is called in 'a'"):
+        compiled(X)
+    with dm.use_parallel_state("b"):
+        np.testing.assert_array_equal(np.asarray(compiled(X)), 4 * X)
+        with pytest.raises(ArgumentError, match="a Lowered function is not compiled yet"):
+            lowered(X)
