@@ -95,9 +95,10 @@ class P:
 
 def is_spec(value: Any) -> bool:
     """Tell whether a value is a `P` or a JAX PartitionSpec, whose class some JAX releases call `jax.P`. *Pure.*"""
+    if isinstance(value, P):
+        return True
     kind = type(value)
-    is_jax = kind.__module__.split(".")[0] in ("jax", "jaxlib") and kind.__name__ in ("P", "PartitionSpec")
-    return is_jax or isinstance(value, P)
+    return kind.__module__.split(".")[0] in ("jax", "jaxlib") and kind.__name__ in ("P", "PartitionSpec")
 
 
 def _rebuilt(entries: tuple[Entry, ...], partial: tuple[str, ...]) -> P:
@@ -128,7 +129,7 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
         UnknownAxisError: An axis that the topology does not have.
         ShapeError: A dim that its axes do not divide.
     """
-    _check_entries(spec, shape, what)
+    check_entries(spec, shape, what)
     check_axes(topology, spec, what=what)
     layouts: list[Layout | None] = [None] * len(shape)
     for dim, entry in enumerate(spec.entries):
@@ -138,8 +139,8 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
         if shape[dim] % layout.size:
             raise ShapeError(
                 f"{what} of shape {tuple(shape)}: dim {dim} has size {shape[dim]}, which {entry!r} of size "
-                f"{layout.size} does not divide. Pad dim {dim} to a multiple of {layout.size}, or split it over fewer "
-                f"ranks.",
+                f"{layout.size} does not divide. Pad dim {dim} to a multiple of {layout.size} (distribute: pad=True), "
+                f"or split it over fewer ranks.",
                 spec=spec,
                 shape=tuple(shape),
                 dim=dim,
@@ -150,7 +151,8 @@ def dim_layouts(topology: Topology, spec: P, shape: Sequence[int], *, what: str 
     return layouts
 
 
-def _check_entries(spec: P, shape: Sequence[int], what: str) -> None:
+def check_entries(spec: P, shape: Sequence[int], what: str) -> None:
+    """Refuse a spec with more entries than an array has dims. *Pure.*"""
     if len(spec.entries) > len(shape):
         raise ShardingError(
             f"{what} of shape {tuple(shape)} has {counted(len(shape), 'dim')}, but {spec!r} has "
@@ -199,7 +201,7 @@ def global_shape(topology: Topology, spec: P, block_shape: Sequence[int], *, wha
     Raises:
         ShardingError: More entries than dims.
     """
-    _check_entries(spec, block_shape, what)
+    check_entries(spec, block_shape, what)
     sizes = [topology.size(split_axes(entry)) for entry in spec.entries]
     sizes += [1] * (len(block_shape) - len(sizes))
     return tuple(block * size for block, size in zip(block_shape, sizes, strict=True))

@@ -75,9 +75,10 @@ def reshard(x: Any, spec: Any = None, *, src: Any = None, dst: Any = None, state
 
 def _end(what: str, end: Any, state: ParallelState | None) -> tuple[ParallelState, P]:
     """Return the state and the spec of one end."""
-    if is_spec(end):
+    is_pair = type(end) is tuple and len(end) == 2  # a JAX spec may be a tuple of a kind of its own
+    if not is_pair and is_spec(end):
         return meant("reshard", state), P.of(end)
-    if not isinstance(end, tuple) or len(end) != 2 or not isinstance(end[0], str | ParallelState):
+    if not is_pair or not isinstance(end[0], str | ParallelState):
         raise ArgumentError(f"reshard: {what}={end!r}. Give (name or state, dm.P(...)), or a dm.P.", end=end)
     name, spec = end
     return registry.get(name) if isinstance(name, str) else name, P.of(spec)

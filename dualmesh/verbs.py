@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from dualmesh.errors import BackendError
+from dualmesh.lazy import np
 from dualmesh.partition_spec import P
 from dualmesh.pending import Finished, Pending
 from dualmesh.topology import Axis
@@ -122,6 +123,31 @@ class Arrays(ABC):
     @abstractmethod
     def constrain(self, x: Any, spec: P) -> Any:
         """Return the same global value with the sharding `spec`. Collective over the state."""
+
+    def grown(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """Return a global host array with zeros at the end of its dims, up to `shape`; here a numpy array."""
+        whole = np.asarray(array)
+        found = np.zeros(shape, whole.dtype)
+        found[tuple(slice(size) for size in whole.shape)] = whole
+        return found
+
+    def checked(self, array: Any) -> Any:
+        """Return a host array as what `handed_out` takes.
+
+        Raises:
+            ArrayTypeError: `distribute` would refuse it.
+        """
+        return array
+
+    def handed_out(self, array: Any, spec: P, src: int) -> Any:
+        """Return what `distribute` makes of the array of index `src` of "world"; collective over the state.
+
+        The array comes from `checked`, and `spec` divides it; others' is not looked at.
+
+        Raises:
+            BackendError: This backend runs in one process only, which holds every array.
+        """
+        raise BackendError(f"distribute: {type(self).__qualname__} does not offer src=. Give the array everywhere.")
 
     @abstractmethod
     def reshard(self, x: Any, spec: P, source: "ParallelState", source_spec: P) -> Any:

@@ -9,13 +9,14 @@ What a spec is in JAX's names is in `state`, functions of arrays in `programs`.
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh, reshard
 
 from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
-from dualmesh.partition_spec import P, dim_layouts
+from dualmesh.partition_spec import P, canonical, dim_layouts
 from dualmesh.verbs import Arrays
 from dualmesh_jax.surroundings import check_one_place
 
@@ -35,6 +36,14 @@ TWO_PLACES = (
     "reshard: inside jit, from {} over {} to {} over {}. One jit runs over one list of devices: call dm.reshard "
     "between two jitted functions, where it moves arrays and is differentiable all the same."
 )
+NOTHING = (
+    "reshard: found None for an array of {source}. In JAX every process that takes part holds the array: one outside "
+    "the source cannot get it in {target}. Register both over the same devices."
+)
+TWO_SETS = (
+    "reshard: {source} and {target} are over different devices of several processes, which JAX does not move arrays "
+    "between here ({error}) Register both over the same devices, in any order and grid."
+)
 
 
 class JaxArrays(Arrays):
@@ -47,11 +56,27 @@ class JaxArrays(Arrays):
         host = array if isinstance(array, jax.Array) else np.asarray(array)
         return laid_out("distribute", host, self.fitted("distribute", host, spec))
 
+    def grown(self, array: Any, shape: tuple[int, ...]) -> Any:
+        if not isinstance(array, jax.Array):
+            return super().grown(array, shape)
+        return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
+
+    def checked(self, array: Any) -> Any:
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            raise ArrayTypeError(f"distribute: the array lies on {listed(array.devices())} already. Use dm.constrain.")
+        host = np.asarray(array)
+        check_narrowing("distribute", host)
+        return host
+
+    def handed_out(self, array: Any, spec: P, src: int) -> Any:
+        return self.distribute(self._state.host.broadcast(array, "world", src=src), spec)
+
     def to_numpy(self, x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise ArrayTypeError(
                 f"to_numpy: found a {type(x).__qualname__}. Give what dm.distribute or shard_map return."
             )
+        x = summed(x)
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
             whole = NamedSharding(self._state.mesh, PartitionSpec())
             x = jax.jit(_unchanged, out_shardings=whole)(x)
@@ -76,7 +101,7 @@ class JaxArrays(Arrays):
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
         if not is_tracing():
-            return jax.device_put(x, sharding)
+            return jax.device_put(summed(x), sharding)
         check_one_place("constrain", self._state, is_staging=is_staging())
         # Where axes are Explicit, a sharding is part of the type: JAX checks a constraint, and does not move the array.
         if self._state.shared.is_explicit:
@@ -86,6 +111,10 @@ class JaxArrays(Arrays):
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="reshard"))
+        if x is None:
+            raise ArrayTypeError(NOTHING.format(source=source.label, target=self._state.label))
+        if is_unreduced(x) and source.spec_of(x) == canonical(source.topology, source_spec):
+            x, source_spec = summed(x), P(*source_spec.entries)
         lies = source.arrays.fitted("reshard src", x, source_spec)
         shall = self.fitted("reshard dst", x, spec)
         if is_staging():
@@ -101,7 +130,16 @@ class JaxArrays(Arrays):
                 )
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
-        return jax.device_put(x, shall, src=lies)
+        try:
+            return jax.device_put(x, shall, src=lies)
+        except (NotImplementedError, ValueError) as error:
+            if set(source.shared.devices) == set(self._state.shared.devices):
+                raise
+            raise ShardingError(
+                TWO_SETS.format(source=source.label, target=self._state.label, error=str(error).split("\n")[0]),
+                source=source,
+                target=self._state,
+            ) from error
 
     def fitted(self, where: str, x: Any, spec: P) -> NamedSharding:
         """Return the sharding of a spec after checking that it fits an array. *Local.*
@@ -127,6 +165,24 @@ def laid_out(where: str, array: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+
+def is_unreduced(x: Any) -> bool:
+    """Tell whether a finished array's blocks are still to be summed, which there is on Explicit axes. *Local.*"""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return False
+    return bool(getattr(getattr(x.sharding, "spec", None), "unreduced", None))
+
+
+def summed(x: Any) -> Any:
+    """Return an array whose blocks are the value's: JAX moves and reads unreduced ones only in compiled code.
+
+    *Collective over the array's devices.*
+    """
+    if not is_unreduced(x):
+        return x
+    whole = NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec.partitions))
+    return jax.jit(reshard, static_argnums=1)(x, whole)
 
 
 def check_narrowing(where: str, array: Any) -> None:

@@ -149,7 +149,8 @@ class Lifted:
             sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
             if not isinstance(sharding, NamedSharding) or sharding.mesh != self._state.shared.mesh:
                 return
-            split = {name for entry in sharding.spec for name in ([entry] if isinstance(entry, str) else entry or ())}
+            entries = sharding.spec.partitions
+            split = {name for entry in entries for name in ([entry] if isinstance(entry, str) else entry or ())}
             gone = split - set(self._state.axes(spec.axes))
             axes = [axis for axis in self._state.topology.base_axes if gone & set(self._state.axes(axis))]
             if axes:

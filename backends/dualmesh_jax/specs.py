@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from dualmesh.errors import ShardingError, listed
 from dualmesh.layout import Layout
-from dualmesh.partition_spec import P, check_axes, is_spec, named_axes
+from dualmesh.partition_spec import P, check_axes, is_spec, named_axes, named_set
 from dualmesh.refined import Refinement
 from dualmesh.topology import Topology
 
@@ -65,19 +65,28 @@ def spec_for(topology: Topology, refined: Refinement, native: PartitionSpec) -> 
     Raises:
         ShardingError: No spec of the topology means the same.
     """
+    if getattr(native, "reduced", None):
+        raise ShardingError(f"{native}: `reduced` says how a gradient lies, which dm.P has no word for.", spec=native)
     digits = dict(zip(refined.names, refined.atoms, strict=True))
     entries = []
-    for dim, entry in enumerate(native):
+    for dim, entry in enumerate(getattr(native, "partitions", native)):
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
         axes = named_axes(topology, Layout.of(digits[name] for name in names if name in digits))  # not a mesh's mark
-        if axes is None:
-            raise ShardingError(
-                f"{native}: dim {dim} is split by {listed(names)}, which no axes of the topology spell. Axes: "
-                f"{listed(topology.axis_names)}. Declare an axis or a view for it.",
-                spec=native,
-            )
-        entries.append(axes)
-    return P(*entries)
+        entries.append(_spelt(axes, f"dim {dim} is split by {listed(names)}", topology, native))
+    unreduced = sorted(getattr(native, "unreduced", None) or ())
+    summed = sorted((digits[name] for name in unreduced), key=lambda digit: -digit.stride)
+    over = _spelt(named_set(topology, Layout.of(summed)), f"it is unreduced over {listed(unreduced)}", topology, native)
+    return P(*entries, partial=over)
+
+
+def _spelt(axes: tuple[str, ...] | None, what: str, topology: Topology, native: PartitionSpec) -> tuple[str, ...]:
+    if axes is None:
+        raise ShardingError(
+            f"{native}: {what}, which no axes of the topology spell. Axes: {listed(topology.axis_names)}. Declare an "
+            f"axis or a view for it.",
+            spec=native,
+        )
+    return axes
 
 
 class _Below:

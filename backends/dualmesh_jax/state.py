@@ -30,6 +30,11 @@ LEFT_OUT = (
     "axis {axis!r} of {label} leaves out rank {rank} of the state. In JAX one program runs as all ranks of a state: "
     "list the others too, each as a group of one, or register these groups as a state of their own."
 )
+PARTIAL = (
+    "{where}: {spec!r} is partial over {axes}. dm.shard_map sums what its out_specs call so; beside that JAX has "
+    "values still to be summed (`unreduced`) on Explicit axes only, where state.pspec and state.sharding name them: "
+    "dm.init_distributed(axis_types='explicit'). Leave partial out here."
+)
 
 
 class JaxState(ParallelState):
@@ -90,10 +95,18 @@ class JaxState(ParallelState):
         return names
 
     def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> PartitionSpec:
-        return self.native_spec("pspec", P(*entries, partial=partial))
+        return self._translated("pspec", P(*entries, partial=partial))
 
     def sharding(self, spec: P) -> NamedSharding:
-        return NamedSharding(self.mesh, self.native_spec("sharding", P.of(spec)))
+        return NamedSharding(self.mesh, self._translated("sharding", P.of(spec)))
+
+    def _translated(self, where: str, spec: P) -> PartitionSpec:
+        """Return JAX's form of a spec; a sum still to be taken is `unreduced`, which JAX has on Explicit axes only."""
+        if not self.shared.is_explicit or not spec.partial:
+            return self.native_spec(where, spec)
+        split = self.native_spec(where, P(*spec.entries))
+        check_axes(self.topology, spec, what=where)
+        return PartitionSpec(*split, unreduced=set(self.axes(spec.partial)))
 
     def spec_of(self, x: Any) -> P:
         """Return how an array, or a NamedSharding, on the state's mesh is split: `sharding` backwards. *Local.*
@@ -117,11 +130,7 @@ class JaxState(ParallelState):
             ShardingError: The spec is partial, which only what leaves `shard_map` can be.
         """
         if spec.partial:
-            raise ShardingError(
-                f"{where}: {spec!r} is partial over {listed(spec.partial)}. In JAX a value still to be summed exists "
-                f"only inside shard_map; give it in out_specs of dm.shard_map, and leave partial out here.",
-                spec=spec,
-            )
+            raise ShardingError(PARTIAL.format(where=where, spec=spec, axes=listed(spec.partial)), spec=spec)
         check_axes(self.topology, spec, what=where)
         return PartitionSpec(*(self._entry(split_axes(entry)) for entry in spec.entries))
 

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dualmesh.errors import ArrayTypeError, ShardingError, listed
-from dualmesh.partition_spec import P, global_shape, slices_of
+from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
 from dualmesh.verbs import Arrays
 from dualmesh_torch import resharding
 from dualmesh_torch.assembly import assembled
-from dualmesh_torch.dtypes import WIDENED
+from dualmesh_torch.dtypes import WIDENED, carried, resolved, uncarried
 from dualmesh_torch.gradients import refuse_cut
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
+
+COMPILED = (
+    "dm.reshard from state to state asks the ranks of both ends what arrives, which compiled code cannot: it runs "
+    "between two compiled pieces. With fullgraph=True, compile what comes before and what comes after."
+)
 
 
 class TorchArrays(Arrays):
@@ -37,25 +43,42 @@ class TorchArrays(Arrays):
         self._state = state
 
     def distribute(self, array: Any, spec: P) -> DTensor:
+        _refuse_partial("distribute", spec)
+        state = self._state
+        whole = self.checked(array)
+        mesh, placements = state.sharding(spec)
+        cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(state.own_rank()))
+        block = whole[cut].to(state.device_type, copy=True, memory_format=torch.contiguous_format)
+        return assembled(block, mesh, placements, whole.shape)
+
+    def grown(self, array: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        whole = self.checked(array)
+        found = whole.new_zeros(shape)
+        found[tuple(slice(size) for size in whole.shape)] = whole
+        return found
+
+    def checked(self, array: Any) -> torch.Tensor:
         if isinstance(array, DTensor):
             raise ArrayTypeError(
                 f"distribute: found a DTensor of shape {tuple(array.shape)}, which is laid out already. Use "
                 f"dm.constrain to lay it out anew.",
                 found=type(array),
             )
-        if spec.partial:
-            raise ShardingError(
-                f"distribute: {spec!r} is partial over {listed(spec.partial)}. A value still to be summed comes from "
-                f"dm.shard_local or shard_map. Leave partial out.",
-                spec=spec,
-            )
         refuse_cut("distribute", array)
+        return tensor_of("distribute", array).detach()
+
+    def handed_out(self, array: Any, spec: P, src: int) -> DTensor:
+        _refuse_partial("distribute", spec)
         state = self._state
-        whole = tensor_of("distribute", array).detach()
+        party = state.party("world")
+        known = (array.dtype, tuple(array.shape)) if party.index == src else None
+        dtype, shape = state.host.broadcast(known, "world", src=src)
         mesh, placements = state.sharding(spec)
-        cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(state.own_rank()))
-        block = whole[cut].to(state.device_type, copy=True, memory_format=torch.contiguous_format)
-        return assembled(block, mesh, placements, whole.shape)
+        given = _blocks_for(state, array, spec) if party.index == src else None
+        own = torch.empty(local_shape(state.topology, spec, shape), dtype=dtype, device=state.device_type)
+        moved = carried(own.reshape(-1))
+        dist.scatter(moved, given, group=party.group, group_src=src)
+        return assembled(uncarried(moved, dtype).view(own.shape), mesh, placements, shape)
 
     def to_numpy(self, x: Any) -> Any:
         if isinstance(x, DTensor):
@@ -79,6 +102,7 @@ class TorchArrays(Arrays):
     def constrain(self, x: Any, spec: P) -> DTensor:
         return self.placed("constrain", x, spec)
 
+    @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         return resharding.reshard(x, source, source_spec, self._state, spec)
 
@@ -101,6 +125,28 @@ class TorchArrays(Arrays):
             x = assembled(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
         slices_of(self._state.topology, spec, x.shape, self._state.grid_rank(self._state.own_rank()))
         return _laid_out(x, mesh, placements)
+
+
+def _refuse_partial(where: str, spec: P) -> None:
+    if spec.partial:
+        raise ShardingError(
+            f"{where}: {spec!r} is partial over {listed(spec.partial)}. A value still to be summed comes from "
+            f"dm.shard_local or shard_map. Leave partial out.",
+            spec=spec,
+        )
+
+
+def _blocks_for(state: "TorchState", whole: torch.Tensor, spec: P) -> list[torch.Tensor]:
+    """Return every rank's block as it travels, in the order of the state's ranks; copies of a block are one tensor."""
+    kept: dict[Any, torch.Tensor] = {}
+    blocks = []
+    for rank in state.members:
+        cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(rank))
+        key = tuple((part.start, part.stop) for part in cut)
+        if key not in kept:
+            kept[key] = carried(resolved(whole[cut].to(state.device_type)).reshape(-1).contiguous())
+        blocks.append(kept[key])
+    return blocks
 
 
 def _gathered(x: DTensor) -> torch.Tensor:

@@ -34,6 +34,21 @@ def all_specs(topology):
     return [spec for axes in chosen for spec in _placed(axes)]
 
 
+def separate_specs(topology):
+    """Return every spec that torch takes: it refuses by name to mix a view's axes with those that it spans."""
+    mixed = [(set(view.axes), set(view.over)) for view in topology.spec.views.values()]
+    return [
+        spec
+        for spec in all_specs(topology)
+        if not any(own & {*spec.axes} and over & {*spec.axes} for own, over in mixed)
+    ]
+
+
+def whole_specs(topology):
+    """Return those of them without sums."""
+    return [spec for spec in separate_specs(topology) if not spec.partial]
+
+
 def _placed(axes):
     for order in itertools.permutations(axes):
         for first, second in itertools.combinations_with_replacement(range(len(order) + 1), 2):

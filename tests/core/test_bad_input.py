@@ -140,7 +140,13 @@ CALLS = {
             "state": lambda value, fn=fn: fn(X, P("dp"), state=value),
         }.items()
     },
+    **{
+        f"distribute {what}": keyword(dm.distribute, what, {"array": X, "spec": P("dp")})
+        for what in ("pad", "src", "check")
+    },
     "to_numpy": dm.to_numpy,
+    "to_numpy shape": lambda value: dm.to_numpy(X, shape=value),
+    "local_slices pad": lambda value: dm.local_slices(P("dp"), (8,), 0, pad=value),
     "local_slices spec": lambda value: dm.local_slices(value, (8,), 0),
     "local_slices shape": lambda value: dm.local_slices(P("dp"), value, 0),
     "local_slices size": lambda value: dm.local_slices(P("dp"), (value,), 0),

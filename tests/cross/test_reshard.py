@@ -6,6 +6,7 @@ import pytest
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError, ShardingError, UnknownStateError
 from dualmesh.partition_spec import slices_of
+from tests.jax_backend.processes import processes
 from tests.jax_backend.worker import in_jax
 from tests.worlds import torch_world, wide_worlds
 
@@ -269,6 +270,114 @@ def test_inside_jit_both_ends_have_the_same_devices():
         dm.reshard(x, src=("half", dm.P()), dst=("a", dm.P()))
     with pytest.raises(ArgumentError, match="reshard: called inside shard_map"):
         dm.shard_map(lambda x: dm.reshard(x, **ways), dm.P("dp"), dm.P("dp"), state=states["a"])(x)
+
+
+PAIR = {"all": ({"dp": 2, "sp": 1}, None), "one": ({"dp": 1}, (1,))}
+
+
+def compiled_in_torch():
+    """Return, for blocks and for DTensors, the value and gradient eagerly and compiled, and what fullgraph says."""
+    import torch
+
+    states = {
+        name: dm.init_parallel_state(spec=dm.TopologySpec(sizes), ranks=ranks, name=name)
+        for name, (sizes, ranks) in PAIR.items()
+    }
+    ways, rank = {"src": ("all", dm.P("dp")), "dst": ("one", dm.P())}, torch.distributed.get_rank()
+    whole = np.arange(12.0).reshape(4, 3)
+
+    def fn(x):
+        y = dm.reshard(torch.sin(x), **ways)
+        return (y * y).sum() * 3
+
+    found = []
+    for given in (
+        torch.from_numpy(whole[2 * rank : 2 * rank + 2]),
+        dm.distribute(whole, dm.P("dp"), state=states["all"]),
+    ):
+        for run in (fn, torch.compile(fn, backend="aot_eager")):
+            x = given.clone().requires_grad_()
+            value = run(x)
+            value.backward()
+            gradient = x.grad.to_local() if hasattr(x.grad, "to_local") else x.grad
+            found.append((float(value.to_local() if hasattr(value, "to_local") else value), gradient.numpy()))
+    torch._dynamo.reset()
+    try:
+        torch.compile(fn, backend="aot_eager", fullgraph=True)(given)
+    except Exception as error:
+        return found, str(error)
+    return found, None
+
+
+def test_torch_runs_reshard_between_two_compiled_pieces_and_fullgraph_says_so():
+    whole = np.arange(12.0).reshape(4, 3)
+    for rank, (found, said) in enumerate(torch_world(compiled_in_torch, world_size=2, timeout_s=SLOW_S)):
+        for value, gradient in found:
+            np.testing.assert_allclose(value, 3 * (np.sin(whole) ** 2).sum() if rank == 1 else 0, rtol=1e-13)
+            wanted = 6 * np.sin(whole) * np.cos(whole)
+            np.testing.assert_allclose(gradient, wanted[2 * rank : 2 * rank + 2], rtol=1e-12, atol=1e-14)
+        assert "dm.reshard from state to state asks the ranks of both ends" in said
+
+
+QUAD = {
+    "all": ({"dp": 2, "sp": 2}, None),
+    "turned": ({"dp": 4}, (3, 1, 0, 2)),
+    "low": ({"dp": 2}, (0, 1)),
+    "high": ({"dp": 2}, (3, 2)),
+    "mid": ({"dp": 2}, (2, 1)),
+}
+
+
+def over_jax_processes(there, elsewhere):
+    """Return, per way, blocks and gradient blocks; then what is said where the devices are others."""
+    import jax
+
+    states = {
+        name: dm.init_parallel_state(spec=dm.TopologySpec(sizes), ranks=ranks, name=name)
+        for name, (sizes, ranks) in QUAD.items()
+    }
+    whole, found, said = np.arange(64.0).reshape(8, 8), [], []
+    for src, dst in there:
+        source, target = states[src[0]], states[dst[0]]
+        x = dm.distribute(whole, src[1], state=source)
+        weight = dm.distribute(whole, dst[1], state=target)
+        gradient = jax.grad(lambda x: (dm.reshard(x, src=src, dst=dst) * weight).sum())(x)  # noqa: B023
+        found.append((held(dm.reshard(x, src=src, dst=dst), target), held(gradient, source)))
+    for src, dst in elsewhere:
+        source = states[src[0]]
+        x = dm.distribute(whole, src[1], state=source) if source.is_member else None
+        if source.is_member or states[dst[0]].is_member:
+            with pytest.raises((ShardingError, ArrayTypeError)) as refusal:
+                dm.reshard(x, src=src, dst=dst)
+            said.append(str(refusal.value))
+    return found, said
+
+
+def test_several_jax_processes_reshard_over_the_same_devices_and_refuse_others_by_name():
+    there = [
+        (("all", dm.P("dp", "sp")), ("all", dm.P("sp"))),
+        (("all", dm.P("dp", "sp")), ("turned", dm.P(None, "dp"))),
+        (("turned", dm.P("dp")), ("all", dm.P(("sp", "dp")))),
+    ]
+    elsewhere = [
+        (("all", dm.P("dp")), ("low", dm.P("dp"))),
+        (("low", dm.P("dp")), ("high", dm.P("dp"))),
+        (("mid", dm.P("dp")), ("all", dm.P("dp"))),
+    ]
+    answers = processes(over_jax_processes, there, elsewhere, devices=(2, 2))
+    whole = np.arange(64.0).reshape(8, 8)
+    for place, (src, dst) in enumerate(there):
+        for side, (name, spec) in enumerate((dst, src)):
+            sizes, ranks = QUAD[name]
+            topology, order = dm.TopologySpec(sizes).resolve(4), ranks or (0, 1, 2, 3)
+            blocks = {rank: block for found, _ in answers for rank, block in found[place][side].items()}
+            assert blocks.keys() == {0, 1, 2, 3}
+            for rank, block in blocks.items():
+                wanted = whole[slices_of(topology, spec, (8, 8), order.index(rank))]
+                np.testing.assert_array_equal(block, wanted, err_msg=f"{src} {dst} {rank}")
+    for _, said in answers:
+        assert len(said) == 3
+        assert all("Register both over the same devices" in text for text in said)
 
 
 def test_both_ends_are_said_in_one_of_two_ways(world):

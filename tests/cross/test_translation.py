@@ -5,22 +5,12 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.partition_spec import canonical, slices_of
-from tests.core.all_specs import TOPOLOGIES, all_specs
-from tests.worlds import jax_world, torch_world
+from tests.core.all_specs import TOPOLOGIES, separate_specs, whole_specs
+from tests.cross.redistributions import layouts, some_ways, wrong_ways
+from tests.worlds import jax_world, torch_world, worlds
 
 SLOW_S = 400.0  # eight processes on a busy machine
 SHAPE = (24, 48)
-
-
-def specs_of(name):
-    """Return every whole spec: each axis left out, or in one of two dims, in any order.
-
-    Torch refuses by name to mix axes of a view with those that it spans, so such specs are left out.
-    """
-    views = TOPOLOGIES[name].spec.views.values()
-    mixed = [(set(view.axes), set(view.over)) for view in views]
-    specs = [spec for spec in all_specs(TOPOLOGIES[name]) if not spec.partial]
-    return [spec for spec in specs if not any(own & {*spec.axes} and over & {*spec.axes} for own, over in mixed)]
 
 
 def expected(name, spec):
@@ -70,7 +60,7 @@ def cut_by_jax(name, specs):
 
 @pytest.mark.parametrize("name", ["2x2x2", "2x3", "view", "inner view"])
 def test_every_rank_holds_the_same_block_in_torch_in_jax_and_in_integers(name):
-    topology, specs = TOPOLOGIES[name], specs_of(name)
+    topology, specs = TOPOLOGIES[name], whole_specs(TOPOLOGIES[name])
     ranks = torch_world(cut_by_torch, name, specs, world_size=topology.world_size, timeout_s=SLOW_S)
     (in_jax,) = jax_world(cut_by_jax, name, specs, world_size=topology.world_size, timeout_s=SLOW_S)
     assert len(specs) > 10
@@ -82,35 +72,55 @@ def test_every_rank_holds_the_same_block_in_torch_in_jax_and_in_integers(name):
         assert {*back, in_jax[place][2]} == {canonical(topology, spec)}, spec
 
 
-PAIRS = 24
+def there_and_back(name, specs):
+    """Return the specs, sums included, that do not come back from DTensor's placements as they went.
+
+    An axis of a view that is also one of the grid comes back under the grid's name, and lies on the grid's mesh then.
+    """
+    state, wrong = dm.init_parallel_state(spec=TOPOLOGIES[name].spec), []
+    for spec in specs:
+        x = dm.shard_local(np.zeros((1, 1)), spec)
+        mesh, placements = state.sharding(spec)
+        back = state.spec_of(x)
+        again = dm.shard_local(np.zeros((1, 1)), back)
+        is_same = again.device_mesh != mesh or tuple(again.placements) == tuple(placements) == tuple(x.placements)
+        if not is_same or {back, state.spec_of(again)} != {canonical(state.topology, spec)}:
+            wrong.append((spec, placements, back, again.placements))
+    return wrong
 
 
-def laid_out_anew(name, pairs):
-    """Return, per pair, what this process' ranks hold after going from the first spec to the second."""
-    state = dm.init_parallel_state(spec=TOPOLOGIES[name].spec)
-    whole = np.arange(SHAPE[0] * SHAPE[1] * 1.0).reshape(SHAPE)
-    found = []
-    for one, other in pairs:
-        y = dm.reshard(dm.distribute(whole, one), other)
-        if state.backend == "torch":
-            found.append({state.own_rank(): y.to_local().numpy()})
-        else:
-            ranks = dict(zip(state.shared.devices, state.members, strict=True))
-            found.append({ranks[shard.device]: np.asarray(shard.data) for shard in y.addressable_shards})
-    return found
+@pytest.mark.parametrize("name", ["2x2x2", "2x3", "view", "inner view"])
+def test_placements_read_back_are_the_spec_with_its_sums(name):
+    """Its twin on JAX, where sums are `unreduced`, is in `tests.jax_backend.test_unreduced`."""
+    topology = TOPOLOGIES[name]
+    specs = separate_specs(topology)
+    assert sum(bool(spec.partial) for spec in specs) > 5
+    for wrong in torch_world(there_and_back, name, specs, world_size=topology.world_size, timeout_s=SLOW_S):
+        assert wrong == []
 
 
-@pytest.mark.parametrize("name", ["2x3", "view"])
-def test_from_any_spec_to_any_other_the_blocks_are_those_of_the_other(name):
-    specs, draw = specs_of(name), np.random.default_rng(3)
-    pairs = [tuple(specs[place] for place in draw.integers(len(specs), size=2)) for _ in range(PAIRS)]
-    whole = np.arange(SHAPE[0] * SHAPE[1] * 1.0).reshape(SHAPE)
-    size = TOPOLOGIES[name].world_size
-    for world in (torch_world, jax_world):
-        answers = world(laid_out_anew, name, pairs, world_size=size, timeout_s=SLOW_S)
-        for place, (one, other) in enumerate(pairs):
-            held = {rank: block for answer in answers for rank, block in answer[place].items()}
-            assert len(held) == size
-            for rank, block in held.items():
-                wanted = whole[slices_of(TOPOLOGIES[name], other, SHAPE, rank)]
-                np.testing.assert_array_equal(block, wanted, err_msg=f"{one} -> {other}, rank {rank}")
+def test_axes_of_size_one_split_nothing_on_either_framework():
+    specs = separate_specs(TOPOLOGIES["1x4x1"])
+    specs = [spec for spec in specs if "b" in spec.partial or not spec.partial]
+    for wrong in torch_world(there_and_back, "1x4x1", specs, world_size=4, timeout_s=SLOW_S):
+        assert wrong == []
+    wholes = whole_specs(TOPOLOGIES["1x4x1"])[::3]
+    ranks = torch_world(cut_by_torch, "1x4x1", wholes, world_size=4, timeout_s=SLOW_S)
+    (in_jax,) = jax_world(cut_by_jax, "1x4x1", wholes, world_size=4, timeout_s=SLOW_S)
+    for place, spec in enumerate(wholes):
+        wanted = expected("1x4x1", spec)
+        assert [rank[place][0] for rank in ranks] == in_jax[place][0] == wanted, spec
+        assert {*(rank[place][2] for rank in ranks), in_jax[place][2]} == {canonical(TOPOLOGIES["1x4x1"], spec)}
+
+
+WAYS = {"2x3": 200, "2x2x2": 100, "view": 60, "inner view": 50}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_from_any_spec_to_any_other_the_blocks_are_those_of_the_other(backend, name):
+    ways, size = some_ways(name, WAYS[name]), TOPOLOGIES[name].world_size
+    assert {one for one, _ in ways} == {other for _, other in ways} == {*layouts(name)}
+    for by_exchange in (False, True):
+        for wrong in worlds()[backend](wrong_ways, name, ways, by_exchange, world_size=size, timeout_s=SLOW_S):
+            assert wrong == []
