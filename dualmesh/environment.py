@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from dualmesh.backend import Launch
 from dualmesh.errors import LaunchError, listed
+from dualmesh.resolution import whole
 
 DETECT = "auto"
 """The init_method that leaves it to the framework to find out about its cluster."""
@@ -83,13 +84,20 @@ def _given(
     local_devices: int | None,
     timeout_s: float | None,
 ) -> Launch:
-    if rank is None or world_size is None or (init_method is None and world_size > 1):
+    if rank is None or world_size is None or (init_method is None and world_size not in (0, 1)):
         raise LaunchError(
             f"init_distributed: rank={rank!r}, world_size={world_size!r}, init_method={init_method!r}. Give all three, "
             f"for example rank=0, world_size=4, init_method='tcp://127.0.0.1:29500'.",
             rank=rank,
             world_size=world_size,
             init_method=init_method,
+        )
+    numbers = whole(rank), whole(world_size)
+    if None in numbers:
+        raise LaunchError(
+            f"init_distributed: rank={rank!r}, world_size={world_size!r}. Both must be integers.",
+            rank=rank,
+            world_size=world_size,
         )
     _check_rank(rank, world_size)
     return Launch(rank, None, world_size, rank, init_method, local_devices, timeout_s)

@@ -118,6 +118,10 @@ class GroupTimeoutError(DualmeshError, TimeoutError):
     """A wait for other ranks that ran out."""
 
 
+class LostPeerError(DualmeshError, RuntimeError):
+    """A rank that died or left while others exchanged something with it."""
+
+
 class WorkerError(DualmeshError, RuntimeError):
     """A worker process of `dualmesh.testing` raised, died or did not answer; `errors` maps worker to exception."""
 
@@ -159,7 +163,7 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
     >>> did_you_mean("spp", ["dp", "sp"])
     " Did you mean 'sp'?"
     """
-    close = difflib.get_close_matches(str(name), list(options), n=1)
+    close = difflib.get_close_matches(str(name), map(str, options), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -163,6 +163,11 @@ def init_parallel_states(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
             dp_mode=dp_mode,
         )
+    if device_type is not None and not (isinstance(device_type, str) and device_type):
+        raise ArgumentError(
+            f"{where}: device_type={device_type!r} is no kind of device. Give for example 'cpu' or 'cuda', or None.",
+            device_type=device_type,
+        )
     options = checked_options(group_options)
     with registry.lock, session_for(backend) as current:
         places = _places(ranks, current)
@@ -176,6 +181,7 @@ def init_parallel_states(
                 async_enabled=flag_of(where, "async_enabled", async_enabled),
                 own_groups=flag_of(where, "own_groups", own_groups),
                 group_options=options,
+                name=name,
             )
             for name in sorted(wanted)
         }

@@ -99,10 +99,10 @@ class Topology:
             UnknownAxisError: The topology has no such axis.
             SpecError: A tuple names axes that share ranks.
         """
-        if isinstance(axis, tuple):
-            found = self.joined.get(axis)
-            return found if found is not None else combined_layout(self, axis)
         try:
+            if isinstance(axis, tuple):
+                found = self.joined.get(axis)
+                return found if found is not None else combined_layout(self, axis)
             return self.layouts[axis]
         except (KeyError, TypeError):
             raise self._unknown(axis) from None
@@ -221,7 +221,7 @@ class Topology:
             SpecError: The part is unknown, or the spec does not say which axes play it.
         """
         roles = self.spec.roles
-        if part in roles:
+        if isinstance(part, str) and part in roles:
             return roles[part]
         if part not in ROLES:
             raise SpecError(

@@ -246,7 +246,7 @@ def _common(common: Mapping[str, Any], states: Mapping[str, StateConfig], places
             except DualmeshError as error:
                 problems.append(f"{places.of((key,))}: {str(error).removeprefix('Configuration: ')}")
     default, backend = common["default"], common["backend"]
-    if default is not None and default not in states:
+    if default is not None and not (isinstance(default, str) and default in states):
         problems.append(
             f"{places.of(('default',))}: default={default!r} is no state. States: {listed(states)}."
             f"{did_you_mean(default, states)}"

@@ -96,7 +96,7 @@ class StateConfig:
             settings = vars(settings)
         if not isinstance(settings, Mapping):
             raise SpecError(f"StateConfig: {settings!r} is no mapping. Give {{setting: value}}.", found=settings)
-        return cls(**_fields({name: value for name, value in settings.items() if value is not None}))
+        return cls(**_fields(settings))
 
     def topology_spec(self) -> TopologySpec | GroupSpec:
         """Return the spec that the settings declare. *Pure.*
@@ -115,7 +115,7 @@ class StateConfig:
 
     def changed(self, settings: Mapping[str, Any]) -> "StateConfig":
         """Return the settings with some others, which win; a spec and sizes do not mix. *Pure.*"""
-        given = _fields({name: value for name, value in settings.items() if value is not None})
+        given = _fields(settings)
         _one_way({**self._given(), **given})
         return dataclasses.replace(self, **given)
 
@@ -132,12 +132,14 @@ class StateConfig:
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `StateConfig` for settings under any of their names."""
+    """Return the fields of a `StateConfig` for settings under any of their names; None is left out."""
     fields: dict[str, Any] = {}
     for key, value in data.items():
         name = canonical(str(key), KEYS)
         if name is None:
             raise SpecError(f"unknown setting {key!r}.{hint(str(key), KEYS)}", key=key)
+        if value is None:
+            continue
         if name in fields:
             raise SpecError(f"{name!r} is given twice, as {key!r} too. Give it once.", key=key)
         fields[name] = value
