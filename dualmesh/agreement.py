@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Agreement through a store before anything is built, and who is missing or differs.
+"""Do all ranks mean the same? Agreement through a store before anything is done, and who is missing or differs.
 
 One write and one blocking wait per rank when all agree; details are exchanged only when they do not. What is agreed
 on, and the store, come from the backends.
@@ -7,6 +7,7 @@ on, and the store, come from the backends.
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dualmesh.errors import AgreementError, GroupTimeoutError, listed
@@ -14,6 +15,8 @@ from dualmesh.errors import AgreementError, GroupTimeoutError, listed
 _COUNT_BITS = 18
 _SUM_BITS = 62
 _POLL_S = 0.02
+ROUND_KEYS = ("sum", "ended", "verdict")
+"""What a round leaves in the store."""
 
 
 class Store(Protocol):
@@ -34,17 +37,35 @@ class Store(Protocol):
     def wait(self, key: str, timeout_s: float) -> bool:
         """Wait until there is a value; tell whether it came in time."""
 
+    def forget(self, round_: str) -> None:
+        """Drop the `ROUND_KEYS` of a round, where the store can."""
 
-def agree(
-    store: Store,
-    where: str,
-    ranks: Sequence[int],
-    rank: int,
-    said: str,
-    timeout_s: float,
-    *,
-    nouns: tuple[str, str] = ("rank", "ranks"),
-) -> None:
+
+@dataclass(frozen=True)
+class Matter:
+    """What is to be agreed on, and by whom."""
+
+    where: str
+    """What the caller does, for messages."""
+    ranks: Sequence[int]
+    """The ranks that must agree."""
+    rank: int
+    """This one."""
+    said: str
+    """What this rank says; all must say the same."""
+    beside: str = ""
+    """What it adds, which may differ; told when ranks do not agree."""
+    topic: str = ""
+    """Tells matters of the same ranks apart."""
+    is_traced: bool = False
+    """Whether this rank leaves word of what it does, for matters to which it will not come."""
+    nouns: tuple[str, str] = ("rank", "ranks")
+    """What the ranks are, one and several."""
+    undone: str = "Nothing was built."
+    cure: str = "Give every rank the same arguments, in the same order."
+
+
+def agree(store: Store, matter: Matter, timeout_s: float) -> None:
     """Return once every rank said the same. *Collective over the ranks.*
 
     Each rank adds fingerprint * 2**18 + 1 to one counter, so the last one to come sees from the sum alone whether all
@@ -52,31 +73,55 @@ def agree(
 
     Args:
         store: Shared by the ranks.
-        where: What is to be agreed on, for messages.
-        ranks: The ranks that must agree.
-        rank: This one.
-        said: What this rank says.
+        matter: What is to be agreed on.
         timeout_s: How long to wait for the others, in seconds.
-        nouns: What the ranks are, one and several, for messages.
 
     Raises:
         AgreementError: Ranks said different things; the message names them and what they said.
         GroupTimeoutError: Ranks did not come in time; the message names them.
     """
-    if len(ranks) == 1:
+    count = len(matter.ranks)
+    if count == 1:
         return
-    topic = f"dualmesh/agree/{_name(ranks)}"
-    round_ = f"{topic}/{store.add(f'{topic}/round', 0)}"
-    mine = (_fingerprint(said, len(ranks)) << _COUNT_BITS) + 1
+    topic = f"dualmesh/agree/{_name(matter.ranks)}{matter.topic}"
+    number = store.add(f"{topic}/round", 0)
+    round_ = f"{topic}/{number}"
+    if matter.is_traced:
+        store.set(f"dualmesh/at/{matter.rank}", f"{matter.where}: {matter.said}{matter.beside}")
+    mine = (_fingerprint(matter.said, count) << _COUNT_BITS) + 1
     total = store.add(f"{round_}/sum", mine)
-    if total & ((1 << _COUNT_BITS) - 1) == len(ranks):
-        verdict = _settled(store, topic, round_, "same" if total == mine * len(ranks) else "differ")
+    if total & ((1 << _COUNT_BITS) - 1) == count:
+        verdict = _settled(store, topic, round_, "same" if total == mine * count else "differ")
+        if verdict == "same" and number:  # all came, so all have left the round before
+            store.forget(f"{topic}/{number - 1}")
     elif store.wait(f"{round_}/verdict", timeout_s):
         verdict = store.find(f"{round_}/verdict") or "late"
     else:
         verdict = _settled(store, topic, round_, "late")
     if verdict != "same":
-        raise _disagreement(store, where, round_, ranks, rank, said, timeout_s, verdict, nouns)
+        raise _disagreement(store, matter, round_, timeout_s, verdict)
+
+
+def roll_call(store: Store, topic: str, ranks: Sequence[int], rank: int, said: str, wait_s: float) -> dict[int, str]:
+    """Return what those of some ranks say that come in time, this one included. *Local*, but for the wait.
+
+    Args:
+        store: Shared by the ranks.
+        topic: What it is about; asked anew, it has the words of the first time.
+        ranks: The ranks that may come.
+        rank: This one.
+        said: What this rank says.
+        wait_s: How long to wait for the others, in seconds.
+    """
+    key = f"dualmesh/calls/{topic}"
+    store.set(f"{key}/{rank}", said)
+    deadline = time.monotonic() + wait_s
+    told = store.add(f"{key}/told", 1)
+    while told < len(ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        told = store.add(f"{key}/told", 0)
+    found = {member: store.find(f"{key}/{member}") for member in ranks}
+    return {member: words for member, words in found.items() if words is not None}
 
 
 def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
@@ -87,51 +132,54 @@ def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
 
 
 def _disagreement(
-    store: Store,
-    where: str,
-    round_: str,
-    ranks: Sequence[int],
-    rank: int,
-    said: str,
-    timeout_s: float,
-    verdict: str,
-    nouns: tuple[str, str],
+    store: Store, matter: Matter, round_: str, timeout_s: float, verdict: str
 ) -> AgreementError | GroupTimeoutError:
-    store.set(f"{round_}/said/{rank}", said)
+    ranks, nouns = matter.ranks, matter.nouns
+    came, answers = _answers(store, matter, round_, timeout_s)
+    missing = [member for member in ranks if member not in answers]
+    opinions: dict[str, list[int]] = {}
+    for member, answer in answers.items():
+        opinions.setdefault(answer, []).append(member)
+    lines = "".join(f"\n  {_named(members, nouns)}: {answer}" for answer, members in opinions.items())
+    if missing:
+        return GroupTimeoutError(
+            f"{matter.where}: {_named(missing, nouns)} did not come within {timeout_s:g} s, of "
+            f"{_counted(len(ranks), nouns)} that must all call it. Who came said:{lines}"
+            f"{_traces(store, missing, nouns)}\n{matter.undone} Call it on every {nouns[0]}, in the same order.",
+            missing=tuple(missing),
+            timeout_s=timeout_s,
+        )
+    if verdict == "late":
+        return GroupTimeoutError(
+            f"{matter.where}: {_counted(came, nouns)} of {len(ranks)} came within {timeout_s:g} s, the others later. "
+            f"Who came said:{lines}\n{matter.undone} Call it on every {nouns[0]} at about the same time, or raise "
+            f"DUALMESH_TIMEOUT_S.",
+            missing=(),
+            timeout_s=timeout_s,
+        )
+    return AgreementError(
+        f"{matter.where}: the {nouns[1]} do not mean the same.{lines}\n{matter.undone} {matter.cure}",
+        opinions={answer: tuple(members) for answer, members in opinions.items()},
+    )
+
+
+def _answers(store: Store, matter: Matter, round_: str, timeout_s: float) -> tuple[int, dict[int, str]]:
+    """Exchange what each rank said: return how many came, and what those said that still answer."""
+    store.set(f"{round_}/said/{matter.rank}", matter.said + matter.beside)
     told = store.add(f"{round_}/told", 1)
     came = store.add(f"{round_}/sum", 0) & ((1 << _COUNT_BITS) - 1)
     deadline = time.monotonic() + min(5.0, timeout_s)
     while told < came and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         told = store.add(f"{round_}/told", 0)
-    answers = {member: store.find(f"{round_}/said/{member}") for member in ranks}
-    missing = [member for member, answer in answers.items() if answer is None]
-    opinions: dict[str, list[int]] = {}
-    for member, answer in answers.items():
-        if answer is not None:
-            opinions.setdefault(answer, []).append(member)
-    lines = "".join(f"\n  {_named(members, nouns)}: {answer}" for answer, members in opinions.items())
-    if missing:
-        return GroupTimeoutError(
-            f"{where}: {_named(missing, nouns)} did not come within {timeout_s:g} s, of {_counted(len(ranks), nouns)} "
-            f"that must all call it. Who came said:{lines}\nNothing was built. Call it on every {nouns[0]}, in the "
-            f"same order.",
-            missing=tuple(missing),
-            timeout_s=timeout_s,
-        )
-    if verdict == "late":
-        return GroupTimeoutError(
-            f"{where}: {_counted(came, nouns)} of {len(ranks)} came within {timeout_s:g} s, the others later. Who came "
-            f"said:{lines}\nNothing was built. Call it on every {nouns[0]} at about the same time, or raise "
-            f"DUALMESH_TIMEOUT_S.",
-            missing=(),
-            timeout_s=timeout_s,
-        )
-    return AgreementError(
-        f"{where}: the {nouns[1]} do not mean the same.{lines}\nNothing was built. Give every {nouns[0]} the same "
-        f"arguments, in the same order.",
-        opinions={answer: tuple(members) for answer, members in opinions.items()},
-    )
+    found = {member: store.find(f"{round_}/said/{member}") for member in matter.ranks}
+    return came, {member: answer for member, answer in found.items() if answer is not None}
+
+
+def _traces(store: Store, missing: Sequence[int], nouns: tuple[str, str]) -> str:
+    """Say where the ranks that did not come were last."""
+    last = {member: store.find(f"dualmesh/at/{member}") for member in missing[:20]}
+    return "".join(f"\n  {nouns[0]} {member} came last to {at}" for member, at in last.items() if at is not None)
 
 
 def _named(members: Sequence[int], nouns: tuple[str, str]) -> str:

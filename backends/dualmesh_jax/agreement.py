@@ -5,9 +5,12 @@ How processes agree is in `dualmesh.agreement`, the store in `store`. One proces
 
 from collections.abc import Mapping, Sequence
 
-from dualmesh import agreement, environment
+from dualmesh import __version__, environment
+from dualmesh.agreement import Matter, agree
 from dualmesh.state import StatePlan
 from dualmesh_jax.store import JaxStore
+
+NOUNS = ("process", "processes")
 
 
 def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], store: JaxStore) -> None:
@@ -26,17 +29,9 @@ def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], store: J
         by_processes.setdefault(holders, []).append(_said(plan))
     for holders, said in sorted(by_processes.items()):
         if store.process in holders:
-            text = f"{len(said)} to build: " + "; ".join(said)
-            timeout_s = environment.timeout_s()
-            agreement.agree(
-                store,
-                "init_parallel_state",
-                holders,
-                store.process,
-                text,
-                timeout_s,
-                nouns=("process", "processes"),
-            )
+            text = f"{len(said)} to build by dualmesh {__version__}: " + "; ".join(said)
+            matter = Matter("init_parallel_state", holders, store.process, text, nouns=NOUNS)
+            agree(store, matter, environment.timeout_s())
 
 
 def members(plan: StatePlan) -> tuple[int, ...]:
@@ -46,7 +41,8 @@ def members(plan: StatePlan) -> tuple[int, ...]:
 
 
 def _said(plan: StatePlan) -> str:
-    settings = [repr(plan.topology.spec), f"device_type={plan.device_type!r}", f"dp_mode={plan.dp_mode!r}"]
+    settings = [f"{plan.name!r}: {plan.topology.spec!r}", f"device_type={plan.device_type!r}"]
+    settings += [f"dp_mode={plan.dp_mode!r}"]
     settings += [f"ranks={plan.ranks}"] if plan.ranks is not None else []
     settings += [f"async_enabled={plan.async_enabled}"] if plan.async_enabled else []
     settings += [f"own_groups={plan.own_groups}"] if plan.own_groups else []

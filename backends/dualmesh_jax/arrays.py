@@ -6,6 +6,7 @@ What a spec is in JAX's names is in `state`, functions of arrays in `programs`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +20,7 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, canonical, dim_layouts
 from dualmesh.verbs import Arrays
 from dualmesh_jax.surroundings import check_one_place
+from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -79,7 +81,7 @@ class JaxArrays(Arrays):
         x = summed(x)
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
             whole = NamedSharding(self._state.mesh, PartitionSpec())
-            x = jax.jit(_unchanged, out_shardings=whole)(x)
+            x = run_together(self._state, "to_numpy", jax.jit(_unchanged, out_shardings=whole), (x,))
         return np.array(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
 
     def shard_local(self, block: Any, spec: P) -> Any:
@@ -101,7 +103,7 @@ class JaxArrays(Arrays):
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
         if not is_tracing():
-            return jax.device_put(summed(x), sharding)
+            return run_together(self._state, "constrain", jax.device_put, (summed(x), sharding))
         check_one_place("constrain", self._state, is_staging=is_staging())
         # Where axes are Explicit, a sharding is part of the type: JAX checks a constraint, and does not move the array.
         if self._state.shared.is_explicit:
@@ -131,7 +133,7 @@ class JaxArrays(Arrays):
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
         try:
-            return jax.device_put(x, shall, src=lies)
+            return run_together(self._state, "reshard", partial(jax.device_put, src=lies), (x, shall))
         except (NotImplementedError, ValueError) as error:
             if set(source.shared.devices) == set(self._state.shared.devices):
                 raise

@@ -26,6 +26,7 @@ from dualmesh_jax.arrays import is_staging, is_tracing, laid_out
 from dualmesh_jax.captures import Contents, captured, changed
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
 from dualmesh_jax.surroundings import ambient_mesh, check_one_place
+from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -66,6 +67,7 @@ class Lifted:
         self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
         self._was_called = False
         self._own: set[int] = set()  # variables that tracing itself changes (a counter, a log), which say nothing new
+        self._words = f"shard_map of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
         self._compile(captured(fn))
 
     def _compile(self, contents: Contents) -> None:
@@ -97,7 +99,10 @@ class Lifted:
             check_one_place("shard_map", self._state, is_staging=staging)
         with ambient_mesh("shard_map", self._state):
             try:
-                results = (self._inlined if staging else self._compiled)(*args)
+                if staging:
+                    results = self._inlined(*args)
+                else:
+                    results = run_together(self._state, self._words, self._compiled, args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise

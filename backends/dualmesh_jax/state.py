@@ -7,6 +7,7 @@ Meshes are made in `meshes`; what is computed on arrays is in `collectives`, `ar
 # jax leaves some of its public functions unannotated.
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
@@ -63,6 +64,11 @@ class JaxState(ParallelState):
     def members(self) -> tuple[int, ...]:
         """The session ranks of the state, in grid order."""
         return self.shared.order
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that hold ranks of the state, rising."""
+        return tuple(sorted(set(self.process_of.values())))
 
     @property
     def mesh(self) -> Mesh:

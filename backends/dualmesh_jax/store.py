@@ -34,6 +34,8 @@ class JaxStore:
         self._client = client
         self._prefix = f"dualmesh/{session}/"
         self._rounds: dict[str, int] = {}
+        self.watch: Any = None
+        """Looks after what waits for other processes; see `watch`."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; the result is exact once the low 18 bits have counted everyone.
@@ -77,6 +79,9 @@ class JaxStore:
                 raise
             return self.find(key) is not None
         return True
+
+    def forget(self, round_: str) -> None:
+        self._client.key_value_delete(f"{self._prefix}{round_}/")
 
     def exchanged(self, where: str, processes: Sequence[int], value: bytes) -> Mapping[int, bytes]:
         """Return what every one of some processes gave. *Collective over them, in the same order, with a timeout.*

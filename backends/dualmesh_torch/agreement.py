@@ -3,11 +3,13 @@
 How ranks agree is in `dualmesh.agreement`.
 """
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from dualmesh import agreement, environment
+from dualmesh import __version__, environment
+from dualmesh.agreement import ROUND_KEYS, Matter, agree
 from dualmesh.errors import AgreementError, DualmeshError
 from dualmesh.state import StatePlan
 from dualmesh_torch import private
@@ -41,6 +43,11 @@ class TorchStore:
             return self.find(key) is not None
         return True
 
+    def forget(self, round_: str) -> None:
+        for key in ROUND_KEYS:
+            with contextlib.suppress(RuntimeError):  # some stores only grow
+                self._store.delete_key(f"{self._prefix}{round_}/{key}")
+
 
 def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
     """Return once all ranks of the states mean the same states. *Collective over each state's ranks.*
@@ -55,24 +62,25 @@ def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
         by_ranks.setdefault(_members(plan), []).append(_said(plan))
     for ranks in sorted(by_ranks, key=lambda members: (members[0], len(members), tuple(members[:64]))):
         if rank in ranks:
-            said = f"{len(by_ranks[ranks])} to build: " + "; ".join(by_ranks[ranks])
-            _agreed(store, session, "init_parallel_state", ranks, rank, said)
+            said = f"{len(by_ranks[ranks])} to build by dualmesh {__version__}: " + "; ".join(by_ranks[ranks])
+            agreed(TorchStore(store, session), Matter("init_parallel_state", ranks, rank, said))
 
 
 def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, said: str) -> None:
     """Return once all ranks of a group that is made at first use want it made. *Collective over the ranks.*"""
     store = private.default_store()
     if store is not None and len(ranks) > 1:
-        _agreed(store, session, where, ranks, rank, said)
+        agreed(TorchStore(store, session), Matter(where, ranks, rank, said))
 
 
-def _agreed(store: Any, session: str, where: str, ranks: Sequence[int], rank: int, said: str) -> None:
+def agreed(store: TorchStore, matter: Matter) -> None:
+    """Return once all ranks of a matter said the same. *Collective over them*, with a timeout."""
     try:
-        agreement.agree(TorchStore(store, session), where, ranks, rank, said, environment.timeout_s())
+        agree(store, matter, environment.timeout_s())
     except DualmeshError:
         raise
     except RuntimeError as error:
-        raise unanswered(where, rank, error) from error
+        raise unanswered(matter.where, matter.rank, error) from error
 
 
 def unanswered(where: str, rank: int, error: Exception) -> AgreementError:
@@ -90,7 +98,8 @@ def _members(plan: StatePlan) -> Sequence[int]:
 
 
 def _said(plan: StatePlan) -> str:
-    settings = [repr(plan.topology.spec), f"device_type={plan.device_type!r}", f"dp_mode={plan.dp_mode!r}"]
+    settings = [f"{plan.name!r}: {plan.topology.spec!r}", f"device_type={plan.device_type!r}"]
+    settings += [f"dp_mode={plan.dp_mode!r}"]
     settings += [f"async_enabled={plan.async_enabled}"] if plan.async_enabled else []
     settings += [f"own_groups={plan.own_groups}"] if plan.own_groups else []
     settings += [f"group_options={dict(plan.group_options)}"] if plan.group_options else []

@@ -17,6 +17,7 @@ from dualmesh.verbs import Arrays
 from dualmesh_torch import resharding
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import WIDENED, carried, resolved, uncarried
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.gradients import refuse_cut
 
 if TYPE_CHECKING:
@@ -77,12 +78,13 @@ class TorchArrays(Arrays):
         given = _blocks_for(state, array, spec) if party.index == src else None
         own = torch.empty(local_shape(state.topology, spec, shape), dtype=dtype, device=state.device_type)
         moved = carried(own.reshape(-1))
-        dist.scatter(moved, given, group=party.group, group_src=src)
+        with exchange("distribute", party, src=src):
+            dist.scatter(moved, given, group=party.group, group_src=src)
         return assembled(uncarried(moved, dtype).view(own.shape), mesh, placements, shape)
 
     def to_numpy(self, x: Any) -> Any:
         if isinstance(x, DTensor):
-            x = _gathered(x)
+            x = self._gathered("to_numpy", x)
         if isinstance(x, torch.Tensor):
             x = x.detach().cpu().resolve_conj().resolve_neg()
             is_foreign = x.dtype.is_floating_point and x.dtype not in _NUMPY_FLOATS
@@ -121,10 +123,21 @@ class TorchArrays(Arrays):
                 return self.distribute(x, spec)
             x = assembled(x, mesh, [Replicate()] * mesh.ndim, x.shape)
         elif x.device_mesh != mesh:
-            whole = _gathered(x)
+            whole = self._gathered(where, x)
             x = assembled(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
         slices_of(self._state.topology, spec, x.shape, self._state.grid_rank(self._state.own_rank()))
-        return _laid_out(x, mesh, placements)
+        return self._laid_out(where, x, mesh, placements)
+
+    def _gathered(self, where: str, x: DTensor) -> torch.Tensor:
+        whole: torch.Tensor = self._laid_out(where, x, x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
+        return whole
+
+    def _laid_out(self, where: str, x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
+        """Redistribute, in a dtype that travels. *Collective over the mesh.*"""
+        if torch.compiler.is_compiling() or tuple(placements) == x.placements:
+            return _redistributed(x, mesh, placements)
+        with exchange(where, self._state.everyone_on(mesh), x, placements=tuple(placements)):
+            return _redistributed(x, mesh, placements)
 
 
 def _refuse_partial(where: str, spec: P) -> None:
@@ -149,13 +162,7 @@ def _blocks_for(state: "TorchState", whole: torch.Tensor, spec: P) -> list[torch
     return blocks
 
 
-def _gathered(x: DTensor) -> torch.Tensor:
-    whole: torch.Tensor = _laid_out(x, x.device_mesh, [Replicate()] * x.device_mesh.ndim).to_local()
-    return whole
-
-
-def _laid_out(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
-    """Redistribute, in a dtype that travels."""
+def _redistributed(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
     wide = WIDENED.get(x.dtype)
     moved: Any = x if wide is None else x.to(wide)
     found: DTensor = moved.redistribute(mesh, placements)

@@ -3,18 +3,20 @@
 What moves is in `eager`, for compiled code in `traced`, and with other work meanwhile in `pending`.
 """
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from dualmesh.debugging import call_site, switch
 from dualmesh.errors import ArrayTypeError
 from dualmesh.op_table import Call, call, gradient
 from dualmesh.pending import Pending
 from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
-from dualmesh_torch import eager, pending, traced
+from dualmesh_torch import eager, exchanges, pending, traced
 from dualmesh_torch.dtypes import KINDS, resolved
 from dualmesh_torch.party import Party
 
@@ -104,7 +106,7 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
-        work = pending.STARTS[verb](resolved(x.detach()), party, **settings)
+        work = pending.started(verb, resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
                 work, lambda result: _arrived(x, call(verb, axis, party.size, **settings), party, result)
@@ -120,8 +122,41 @@ class TorchCollectives(Collectives):
 
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
-    verbs = traced.VERBS if torch.compiler.is_compiling() else eager.VERBS
-    return verbs[verb](resolved(x), party, **settings)
+    if torch.compiler.is_compiling():
+        return traced.VERBS[verb](resolved(x), party, **settings)
+    if switch.on:
+        exchanges.compare(f"ops.{verb}", party, x, _forward.site, **settings)
+    try:
+        return eager.VERBS[verb](resolved(x), party, **settings)
+    except RuntimeError as error:
+        exchanges.refuse_failure(f"ops.{verb}", party, error)
+        raise
+
+
+class _Forward(threading.local):
+    """The line that called the forward of what this thread's backward is computing, in debug mode."""
+
+    def __init__(self) -> None:
+        self.site: str | None = None
+
+
+_forward = _Forward()
+
+
+def _backward(cotangent: Tensor, forward: Call, party: Party, site: str | None) -> Tensor:
+    if site is None:
+        found: Tensor = _apply(cotangent, gradient(forward), party)
+        return found
+    _forward.site = f"the backward of {site}"
+    try:
+        return _apply(cotangent, gradient(forward), party)  # type: ignore[no-any-return]
+    finally:
+        _forward.site = None
+
+
+def _site() -> str | None:
+    """Return the line to remember for backward, or None."""
+    return call_site("torch") if switch.on and not torch.compiler.is_compiling() else None
 
 
 class _Linear(torch.autograd.Function):
@@ -129,15 +164,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
-        ctx.call, ctx.party = forward, party
+        ctx.call, ctx.party, ctx.site = forward, party, _site()
         found = _moved(forward.verb, x, party, dict(forward.settings))
         return found if forward.scale == 1.0 else found * forward.scale
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
         (cotangent,) = cotangents
-        found: Tensor = _apply(cotangent, gradient(ctx.call), ctx.party)
-        return found, None, None
+        return _backward(cotangent, ctx.call, ctx.party, ctx.site), None, None
 
 
 class _Arrived(torch.autograd.Function):
@@ -145,14 +179,13 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor) -> Tensor:
-        ctx.call, ctx.party = forward, party
+        ctx.call, ctx.party, ctx.site = forward, party, _site()
         return result
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
         (cotangent,) = cotangents
-        found: Tensor = _apply(cotangent, gradient(ctx.call), ctx.party)
-        return found, None, None, None
+        return _backward(cotangent, ctx.call, ctx.party, ctx.site), None, None, None
 
 
 _apply: Any = _Linear.apply

@@ -5,7 +5,7 @@ Which ranks they are for is planned in `dualmesh.federated_topology`; states hav
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ _AVAILABLE: Mapping[str, Callable[[], bool]] = {
 }
 
 
+class _Held(NamedTuple):
+    """A mesh or group, kept alive, and for whom the pool keeps its communicators."""
+
+    made: Any
+    user: object
+    keys: list[Key]
+
+
 class TorchFabric(Fabric):
     """Meshes share their groups with states; every `make_group` is a communicator of its own.
 
@@ -38,6 +46,7 @@ class TorchFabric(Fabric):
     def __init__(self, pool: GroupPool | None) -> None:
         self._pool = pool
         self._made: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._held: dict[int, _Held] = {}
 
     def is_running(self) -> bool:
         return self._pool is not None and dist.group.WORLD is self._pool.default
@@ -66,13 +75,13 @@ class TorchFabric(Fabric):
             raise RankError(f"make_mesh: rank {pool.rank} is not in {listed(rows)}. Only members call it.", rows=rows)
         column = tuple(other[row.index(pool.rank)] for other in rows)
         keys = [_hooked(pool, line, device_type) for line in ((column, row) if len(names) == 2 else (row,))]
-        held = pool.acquire(keys, self)
-        groups = [held[key] for key in keys]
-        if len(names) == 1:
-            mesh = torch.tensor(row, dtype=torch.int)
-            return DeviceMesh.from_group(groups[0], device_type, mesh=mesh, mesh_dim_names=names)
-        mesh = torch.tensor(rows, dtype=torch.int)
-        return DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=names)
+        user = object()
+        held = pool.acquire(keys, user)
+        groups, grid = [held[key] for key in keys], torch.tensor(row if len(names) == 1 else rows, dtype=torch.int)
+        made = groups[0] if len(names) == 1 else groups
+        mesh = DeviceMesh.from_group(made, device_type, mesh=grid, mesh_dim_names=names)
+        self._held[id(mesh)] = _Held(mesh, user, keys)
+        return mesh
 
     def mesh_rows(self, mesh: Any) -> Grid:
         ranks = mesh.mesh.tolist()
@@ -87,10 +96,18 @@ class TorchFabric(Fabric):
         # Each member counts its groups of a list, so all give one group the same number; owners of states are above 0.
         self._made[tuple(ranks), backend] += 1
         key = Key(tuple(ranks), "data", backend, device_type, (), -self._made[tuple(ranks), backend])
-        return pool.acquire([key], self)[key]
+        user = object()
+        group = pool.acquire([key], user)[key]
+        self._held[id(group)] = _Held(group, user, [key])
+        return group
 
     def group_ranks(self, group: Any) -> tuple[int, ...]:
         return tuple(dist.get_process_group_ranks(group))
+
+    def release(self, made: Any) -> None:
+        held = self._held.pop(id(made), None)
+        if held is not None and self._pool is not None:
+            self._pool.release(held.user, held.keys)
 
     def make_streams(self, device: Any, count: int) -> tuple[Any, ...] | None:
         if not torch.accelerator.is_available() or str(device).startswith("cpu"):
@@ -105,7 +122,7 @@ class TorchFabric(Fabric):
 
         def party(action: str) -> Party:
             group = (handles.get(action) or (pool.default,))[0]
-            return Party(group, group.size(), group.rank())
+            return Party(group, group.size(), group.rank(), pool)
 
         return averaged(tree, plan, state.rank, party, plan.topology.federation(state.rank))
 

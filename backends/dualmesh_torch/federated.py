@@ -16,6 +16,7 @@ from dualmesh.errors import AgreementError, ArrayTypeError, ShardingError, liste
 from dualmesh.federated_averaging import AveragingPlan, Step
 from dualmesh.tree import leaves, mapped
 from dualmesh_torch.eager import gather
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 
 Tensor = torch.Tensor
@@ -74,7 +75,8 @@ def _taken(value: Tensor, step: Step, rank: int, party: Party) -> Tensor:
     if step.action == "broadcast":
         found = value.clone(memory_format=torch.contiguous_format)
         if found.numel():
-            dist.broadcast(found, group=party.group, group_src=step.src)
+            with exchange("federated_mean", party, found, src=step.src):
+                dist.broadcast(found, group=party.group, group_src=step.src)
         return found
     weight = step.weights[place] if step.pieces[place].place == 0 else 0.0
     total = value.mul(weight).contiguous() if weight else torch.zeros_like(value, memory_format=torch.contiguous_format)
@@ -96,7 +98,8 @@ def _pieced(value: Tensor, window: _Window, share: float, party_of: PartyOf) -> 
 
 def _summed(total: Tensor, party: Party) -> Tensor:
     if total.numel():
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=party.group)
+        with exchange("federated_mean", party, total):
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=party.group)
     return total
 
 
@@ -152,11 +155,13 @@ def _agree(tree: Any, plan: AveragingPlan, party: Party) -> None:
     device = next((x.device for x in leaves(tree)), torch.device("cpu"))
     mine = torch.tensor([_digest(said)], dtype=torch.int64, device=device)
     every = mine.new_empty(party.size)
-    gather(every, mine, group=party.group)
+    with exchange("federated_mean", party):
+        gather(every, mine, group=party.group)
     if bool((every == mine).all()):
         return
     words: list[Any] = [None] * party.size
-    dist.all_gather_object(words, said, group=party.group)
+    with exchange("federated_mean", party):
+        dist.all_gather_object(words, said, group=party.group)
     others = {place: text for place, text in enumerate(words) if text != said}
     place, text = next(iter(others.items()))
     raise AgreementError(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dualmesh.errors import ArrayTypeError, NotDifferentiableError
 from dualmesh.tree import leaves
 from dualmesh_torch import eager
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 
 SUM = dist.ReduceOp.SUM
@@ -114,20 +115,29 @@ def _summed_bucket(
 
 
 def synced(params: Any, party: Party) -> Any:
-    """Sum gradients in place over a group; a parameter without one counts as zeros. *Collective over the group.*"""
+    """Sum gradients in place over a group; one that is missing counts as zeros, a sparse one becomes dense.
+
+    *Collective over the group*: also ranks whose gradient is sparse or missing reduce a dense one.
+
+    Raises:
+        ArrayTypeError: A parameter is a DTensor; nothing was summed then.
+    """
+    distinct = dict.fromkeys(_parameters(params))  # a tied parameter has one gradient
+    for parameter in distinct:
+        if isinstance(parameter.grad, DTensor) or isinstance(parameter, DTensor):
+            raise ArrayTypeError(
+                f"sync_gradients: found a DTensor parameter of shape {tuple(parameter.shape)}, whose gradients its "
+                f"wrapper or shard_map sums. Give plain parameters only."
+            )
     with torch.no_grad():
-        for parameter in dict.fromkeys(_parameters(params)):  # a tied parameter has one gradient
+        for parameter in distinct:
             gradient = parameter.grad
-            if isinstance(gradient, DTensor) or isinstance(parameter, DTensor):
-                raise ArrayTypeError(
-                    f"sync_gradients: found a DTensor parameter of shape {tuple(parameter.shape)}, whose gradients its "
-                    f"wrapper or shard_map sums. Give plain parameters only."
-                )
             if not parameter.requires_grad:
                 continue
-            own = torch.zeros_like(parameter) if gradient is None else gradient
-            total = eager.all_reduce(own, party, op="sum")
-            if gradient is None:
+            own = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+            with exchange("sync_gradients", party, own):
+                total = eager.all_reduce(own, party, op="sum")
+            if gradient is None or gradient.is_sparse:
                 parameter.grad = total
             else:
                 gradient.copy_(total)

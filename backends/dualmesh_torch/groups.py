@@ -49,6 +49,7 @@ class GroupPool:
         self._generations: dict[Key, int] = {}
         self._owners = 0
         self._lock = threading.RLock()
+        self._stores = threading.local()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -69,6 +70,18 @@ class GroupPool:
         """Return the groups and the states that use each. *Local.*"""
         with self._lock:
             return iter([(key, group, list(self._users.get(key, {}).values())) for key, group in self._groups.items()])
+
+    def own_store(self) -> Any | None:
+        """Return this thread's own connection to the store; None where it has no operations. *Local.*
+
+        A thread that waits in a connection holds up all that share it.
+        """
+        found = getattr(self._stores, "own", None)
+        shared = private.default_store() if found is None and self.is_real else None
+        if shared is not None:
+            shared.check(["dualmesh"])  # where it has died, connecting anew would wait long
+            found = self._stores.own = shared.clone() if hasattr(shared, "clone") else shared
+        return found
 
     def new_owner(self) -> int:
         """Return a number for a state that wants groups of its own; the same on all ranks of the state. *Local.*"""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from dualmesh.topology import Axis
 from dualmesh.verbs import HostObjects
+from dualmesh_torch.exchanges import exchange
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -21,15 +22,20 @@ class TorchHostObjects(HostObjects):
         self._state = state
 
     def barrier(self) -> None:
-        self.all_gather(None, "world")
+        self._gathered("host.barrier", None, "world")
 
     def broadcast(self, value: Any, axis: Axis, *, src: int) -> Any:
-        held = [value]
-        dist.broadcast_object_list(held, group=self._state.party(axis).group, group_src=src)
+        held, party = [value], self._state.party(axis)
+        with exchange("host.broadcast", party, src=src):
+            dist.broadcast_object_list(held, group=party.group, group_src=src)
         return held[0]
 
     def all_gather(self, value: Any, axis: Axis) -> list[Any]:
+        return self._gathered("host.all_gather", value, axis)
+
+    def _gathered(self, where: str, value: Any, axis: Axis) -> list[Any]:
         party = self._state.party(axis)
         found: list[Any] = [None] * party.size
-        dist.all_gather_object(found, value, group=party.group)
+        with exchange(where, party):
+            dist.all_gather_object(found, value, group=party.group)
         return found

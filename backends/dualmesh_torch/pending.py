@@ -10,14 +10,31 @@ import torch
 import torch.distributed as dist
 
 from dualmesh.pending import Pending
-from dualmesh_torch import eager
+from dualmesh_torch import eager, exchanges
 from dualmesh_torch.blocks import fronted, joined
 from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 
 Tensor = torch.Tensor
 Started = tuple[Any, tuple[Tensor, ...], Callable[[], Tensor]]
 """What to wait for, the buffers that must live until then, and how the result is made of them."""
+
+
+class _Watched:
+    """Work whose failure is said in dualmesh's words."""
+
+    def __init__(self, work: Any, verb: str, party: Party) -> None:
+        self._work = work
+        self._verb = verb
+        self._party = party
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            exchanges.refuse_failure(self._verb, self._party, error)
+            raise
 
 
 class UnderWay(Pending):
@@ -75,6 +92,13 @@ def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> S
     into, out = carried(found.view(-1)), carried(sent.view(-1))
     work = dist.all_to_all_single(into, out, group=party.group, async_op=True)
     return work, (sent, found), lambda: joined(found, concat_dim)
+
+
+def started(verb: str, x: Tensor, party: Party, **settings: Any) -> Started:
+    """Start a collective. *Collective over the group*; waits for nobody, except in debug mode."""
+    with exchange(f"ops.{verb}", party, x, **settings):
+        work, held, made = STARTS[verb](x, party, **settings)
+    return _Watched(work, f"ops.{verb}", party), held, made
 
 
 STARTS: dict[str, Callable[..., Started]] = {

@@ -16,6 +16,7 @@ from dualmesh.partition_spec import P, global_shape, local_shape
 from dualmesh.reshards import Placed, Reshard, Slices
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import KINDS, carried, uncarried
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ def _traded(sent: Tensor, route: Route, sizes: list[int], gone: list[int], party
         for (place, _), length in zip(pieces, lengths, strict=True):
             counts[side][place] += length * width
     arrived = moved.new_empty(sum(counts[0]))
-    dist.all_to_all_single(arrived, moved, counts[0], counts[1], group=party.group)
+    with exchange("reshard", party):
+        dist.all_to_all_single(arrived, moved, counts[0], counts[1], group=party.group)
     return uncarried(arrived, sent.dtype)
 
 
@@ -201,7 +203,8 @@ class _Ends:
         if self.party is None:
             return numbers
         sent = torch.tensor(numbers, dtype=torch.int64, device=self.source.device_type)
-        dist.broadcast(sent, group=self.party.group, group_src=self.ranks.index(self.given.rank(0)))
+        with exchange("reshard", self.party):
+            dist.broadcast(sent, group=self.party.group, group_src=self.ranks.index(self.given.rank(0)))
         found: list[int] = sent.tolist()
         return found
 

@@ -24,11 +24,12 @@ from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on_group
 from dualmesh_torch.arrays import TorchArrays
 from dualmesh_torch.collectives import TorchCollectives
+from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.groups import Group, GroupPool, Key
 from dualmesh_torch.host import TorchHostObjects
 from dualmesh_torch.meshes import Meshes, Sharding
 from dualmesh_torch.models import TorchModels
-from dualmesh_torch.party import Party
+from dualmesh_torch.party import Everyone, Party
 from dualmesh_torch.programs import TorchPrograms
 from dualmesh_torch.refusals import numbered, refuse_unmade, refuse_unready
 
@@ -99,7 +100,7 @@ class TorchState(ParallelState):
             need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
         else:
             need = known._replace(lane="data")
-        return Party(self._group_of(need), len(need.ranks), self._indices[axis])
+        return Party(self._group_of(need), len(need.ranks), self._indices[axis], self._pool, self, axis)
 
     def group_along(self, layout: Layout) -> Group:
         """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
@@ -109,7 +110,12 @@ class TorchState(ParallelState):
 
     def party_over(self, ranks: tuple[int, ...]) -> Party:
         """Return this rank's place among session ranks, members or not; made at first use. *Collective over them.*"""
-        return Party(self._group_of(lanes.Membership(ranks, "data")), len(ranks), ranks.index(self._pool.rank))
+        group = self._group_of(lanes.Membership(ranks, "data"))
+        return Party(group, len(ranks), ranks.index(self._pool.rank), self._pool, self)
+
+    def everyone_on(self, mesh: DeviceMesh) -> Everyone:
+        """Return all ranks of a mesh, for exchanges whose groups torch picks. *Local.*"""
+        return Everyone(self, self._pool, mesh)
 
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
@@ -141,7 +147,8 @@ class TorchState(ParallelState):
                 self.collectives.know(axis, self.party(axis))
         for _, group in sorted(self._held.items()):  # Collective order: one that all ranks share.
             if group.size() > 1 and self._pool.is_real:
-                dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
+                with exchange("warm_up", Party(group, group.size(), group.rank(), self._pool, self)):
+                    dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from dualmesh.agreement import agree
+from dualmesh.agreement import ROUND_KEYS, Matter, agree, roll_call
 from dualmesh.errors import AgreementError, GroupTimeoutError
 
 
@@ -32,20 +32,26 @@ class MemoryStore:
             self.moved.notify_all()
             return found
 
+    def forget(self, round_):
+        with self.moved:
+            for key in ROUND_KEYS:
+                self.values.pop(f"{round_}/{key}", None)
+                self.counters.pop(f"{round_}/{key}", None)
+
     def wait(self, key, timeout_s):
         self.waits += 1
         with self.moved:
             return self.moved.wait_for(lambda: key in self.values, timeout_s)
 
 
-def outcomes(store, said, ranks=None, delays=None, timeout_s=1.0):
+def outcomes(store, said, ranks=None, delays=None, timeout_s=1.0, **settings):
     """Return what each rank that says something got: None or its error."""
     found = {}
 
     def come(rank):
         time.sleep((delays or {}).get(rank, 0))
         try:
-            agree(store, "build", ranks or tuple(said), rank, said[rank], timeout_s)
+            agree(store, Matter("build", ranks or tuple(said), rank, said[rank], **settings), timeout_s)
         except (AgreementError, GroupTimeoutError) as error:
             found[rank] = error
         else:
@@ -70,6 +76,59 @@ def test_agreement_costs_one_wait_per_rank_but_the_last():
     outcomes(store, dict.fromkeys(range(8), "x"))
     assert store.waits == 7
     assert store.writes == 8 + 2
+
+
+def test_rounds_after_the_first_cost_no_more_and_leave_no_keys_behind():
+    store = MemoryStore()
+    for round_ in range(20):
+        outcomes(store, dict.fromkeys(range(8), f"x{round_}"))
+    assert store.waits == 20 * 7
+    assert store.writes == 20 * (8 + 2)
+    kept = {key.rsplit("/", 1)[-1] for key in (*store.values, *store.counters)}
+    assert kept <= {*ROUND_KEYS, "round"}
+    assert len(store.values) + len(store.counters) <= 4
+
+
+def test_what_may_differ_is_told_only_where_ranks_do_not_agree():
+    store = MemoryStore()
+    found = {}
+
+    def come(rank, said):
+        try:
+            agree(store, Matter("sum", (0, 1), rank, said, beside=f", at line {rank}", is_traced=True), 1.0)
+        except AgreementError as error:
+            found[rank] = error
+
+    for said in ({0: "x", 1: "x"}, {0: "x", 1: "y"}):
+        threads = [threading.Thread(target=come, args=one) for one in said.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert set(found) == (set() if said[1] == "x" else {0, 1})
+    for error in found.values():
+        assert "rank 0: x, at line 0" in str(error)
+        assert "rank 1: y, at line 1" in str(error)
+
+
+def test_a_rank_that_did_not_come_is_said_to_be_where_it_was_last():
+    store = MemoryStore()
+    store.set("dualmesh/at/1", "a gather, at line 7")
+    with pytest.raises(GroupTimeoutError, match="rank 1 came last to a gather, at line 7"):
+        agree(store, Matter("sum", (0, 1), 0, "x", topic="/tp", undone="Nothing was sent."), 0.1)
+
+
+def test_matters_of_the_same_ranks_with_other_topics_do_not_mix():
+    store = MemoryStore()
+    with pytest.raises(GroupTimeoutError):
+        agree(store, Matter("sum", (0, 1), 0, "x", topic="/tp"), 0.1)
+    assert outcomes(store, {0: "y", 1: "y"}, topic="/dp") == {0: None, 1: None}
+
+
+def test_a_roll_call_gives_the_words_of_those_who_come():
+    store = MemoryStore()
+    assert roll_call(store, "t", (0, 1, 2), 0, "zero", 0.1) == {0: "zero"}
+    assert roll_call(store, "t", (0, 1, 2), 2, "two", 0.1) == {0: "zero", 2: "two"}
 
 
 def test_different_words_are_an_error_on_every_rank_naming_all():
@@ -112,7 +171,7 @@ def test_sets_of_ranks_agree_apart():
 
 def test_one_rank_asks_nobody():
     store = MemoryStore()
-    agree(store, "build", (4,), 4, "x", 0.1)
+    agree(store, Matter("build", (4,), 4, "x"), 0.1)
     assert store.waits == store.writes == 0
 
 

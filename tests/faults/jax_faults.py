@@ -1,0 +1,232 @@
+"""The faults of JAX processes, two of two devices each. A body runs as every process."""
+
+import os
+import time
+
+import numpy as np
+
+import dualmesh as dm
+from tests.faults.fault import Fault
+
+SHORT_S = 2.0
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(what, kind, *parts, **settings):
+    """Register the decorated body as a fault."""
+
+    def registered(body):
+        FAULTS[body.__name__] = Fault(what, body, kind, parts, world=2, backend="jax", **settings)
+        return body
+
+    return registered
+
+
+def state_of(wait_s=None, **sizes):
+    """Register a state; its programs wait as long as said for other processes."""
+    state = dm.init_parallel_state(**(sizes or {"dp_size": 2, "tp_size": 2}))
+    if wait_s is not None:
+        state.store.wait_s = wait_s
+    return state
+
+
+def total(size=4, axis="dp"):
+    """Return a program over all processes, and what it takes."""
+    program = dm.shard_map(lambda x: dm.ops.all_reduce(x, axis), dm.P(axis), dm.P())
+    return program, dm.distribute(np.arange(float(size)), dm.P(axis))
+
+
+# -- states that are not the same ----------------------------------------------------------------------------------
+
+
+@fault("process 1 gives other sizes", "AgreementError", "process 0: 1 to build", "process 1: 1 to build", "'base'")
+def other_sizes(process):
+    state_of(dp_size=4 if process else 2, tp_size=1 if process else 2)
+
+
+@fault("process 1 has another version of dualmesh", "AgreementError", "process 1: 1 to build by dualmesh 0.0.9")
+def other_version(process):
+    from dualmesh_jax import agreement
+
+    if process:
+        agreement.__version__ = "0.0.9"
+    state_of()
+
+
+@fault("process 1 lists the ranks in another order", "AgreementError", "ranks=(3, 1, 2, 0)", "'base'")
+def other_rank_order(process):
+    state_of(dp_size=4, ranks=(3, 1, 2, 0) if process else (0, 1, 2, 3))
+
+
+@fault("process 1 never registers the state", "GroupTimeoutError", "process 1 did not come within 2 s, of 2 processes",
+       "'base'", timeout_s=SHORT_S, at={1: ("", ())})  # fmt: skip
+def never_registers(process):
+    if process:
+        time.sleep(SHORT_S + 1)
+    else:
+        state_of()
+
+
+@fault("process 1 dies before it registers", "GroupTimeoutError", "process 1 did not come within 2 s", "'base'",
+       timeout_s=SHORT_S, at={1: ("dies", ())})  # fmt: skip
+def dies_before(process):
+    if process:
+        os._exit(7)
+    state_of()
+
+
+# -- programs that do not match ------------------------------------------------------------------------------------
+
+HERE = "jax_faults.py:"
+
+
+@fault("debug mode: process 1 has another shape", "AgreementError", "debug mode", "State 'base'", "float32[4]",
+       "float32[8]", HERE, "processes 0, 1", debug=True)  # fmt: skip
+def other_shape(process):
+    state_of()
+    program, x = total(8 if process else 4)
+    program(x)
+
+
+@fault("debug mode: process 1 calls two programs in the other order", "AgreementError", "debug mode", "State 'base'",
+       "first", "second", HERE, debug=True)  # fmt: skip
+def other_order(process):
+    state_of()
+
+    def first(x):
+        return dm.ops.all_reduce(x, "dp")
+
+    def second(x):
+        return dm.ops.all_gather(x, "dp")
+
+    _, x = total()
+    for fn in (first, second)[:: -1 if process else 1]:
+        dm.shard_map(fn, dm.P("dp"), dm.P())(x)
+
+
+@fault("debug mode: process 1 leaves a program out", "GroupTimeoutError", "debug mode", "State 'base'", HERE,
+       "process 1 did not come within 2 s", debug=True, timeout_s=SHORT_S, at={1: ("", ())})  # fmt: skip
+def leaves_out(process):
+    state_of()
+    program, x = total()
+    if process:
+        time.sleep(SHORT_S + 1)
+    else:
+        program(x)
+
+
+ENDED = ("State 'base': shard_map of total", HERE, "exit code 70")
+
+
+@fault("process 1 never comes to a program; the one that waits is ended", "GroupTimeoutError", *ENDED,
+       "has waited for 2 s, and process 1 is not in it", timeout_s=SHORT_S, exit_code=70,
+       at={1: ("", ())})  # fmt: skip
+def never_comes(process):
+    state_of(SHORT_S)
+    program, x = total()
+    program(x)
+    if process:
+        time.sleep(SHORT_S + 3)
+    else:
+        program(x)
+
+
+@fault("process 1 gives a program another shape; those that wait are ended", "GroupTimeoutError", *ENDED, "float32[8]",
+       "float32[4]", timeout_s=SHORT_S, exit_code=70)  # fmt: skip
+def waits_for_another_shape(process):
+    state_of(SHORT_S)
+    program, x = total(8 if process else 4)
+    program(x)
+    program(x)
+
+
+# -- processes that die or do not come -----------------------------------------------------------------------------
+
+
+@fault("process 1 dies before a program that ran before", "LostPeerError", "State 'base'", "processes 0, 1",
+       "ranks 0, 1, 2, 3", "No word from process 1", timeout_s=SHORT_S, at={1: ("dies", ())})  # fmt: skip
+def dies_in_use(process):
+    state_of()
+    program, x = total()
+    program(x)
+    if process:
+        os._exit(7)
+    time.sleep(0.3)
+    program(x)
+
+
+@fault("process 1 does not come to host.barrier", "GroupTimeoutError", "host.barrier", "process 1 did not come within",
+       timeout_s=SHORT_S, at={1: ("", ())})  # fmt: skip
+def away_from_barrier(process):
+    state_of(SHORT_S)
+    if process:
+        time.sleep(SHORT_S + 1)
+    else:
+        dm.host.barrier()
+
+
+@fault("process 1 dies before host.all_gather", "GroupTimeoutError", "host.all_gather", "process 1 did not come",
+       timeout_s=SHORT_S, at={1: ("dies", ())})  # fmt: skip
+def dies_before_objects(process):
+    state_of(SHORT_S)
+    if process:
+        os._exit(7)
+    dm.host.all_gather(process)
+
+
+@fault("process 1 raises an error of the user's own inside a scope", "GroupTimeoutError", "host.barrier",
+       "process 1 did not come", timeout_s=SHORT_S, at={1: ("ValueError", ("the user's own",))})  # fmt: skip
+def raises_in_scope(process):
+    state_of(SHORT_S)
+    with dm.use_parallel_state("base"):
+        if process:
+            raise ValueError("the user's own")
+        dm.host.barrier()
+
+
+# -- states that are no more, worlds that cannot start -------------------------------------------------------------
+
+
+@fault("a state is used after it was cleared", "StaleStateError", "State 'base'", "was cleared")
+def after_clear(process):
+    state = state_of()
+    dm.clear_parallel_state()
+    dm.distribute(np.arange(4.0), dm.P("dp"), state=state)
+
+
+@fault("a function lifted by shard_map for a given state is called after its session", "StaleStateError",
+       "State 'base'")  # fmt: skip
+def program_after_session(process):
+    state = state_of()
+    program = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P(), state=state)
+    program(np.arange(4.0))
+    dm.init_distributed("jax").close()
+    program(np.arange(4.0))
+
+
+@fault("process 1 never starts", "SessionError", "process 1 of 2 did not come within 2 s", has_world=False,
+       timeout_s=SHORT_S, at={1: ("", ())})  # fmt: skip
+def never_starts(process):
+    if process:
+        return
+    address = os.environ["FAULT_ADDRESS"]
+    dm.init_distributed("jax", rank=0, world_size=2, init_method=address, timeout_s=SHORT_S)
+
+
+@fault("the port is in use", "SessionError", "cannot listen on port", has_world=False, timeout_s=SHORT_S,
+       at={1: ("", ())})  # fmt: skip
+def port_in_use(process):
+    import socket
+
+    if process:
+        return
+    address = os.environ["FAULT_ADDRESS"]
+    with socket.create_server(("", int(address.rpartition(":")[2]))):
+        dm.init_distributed("jax", rank=0, world_size=2, init_method=address, timeout_s=SHORT_S)
+
+
+@fault("RANK is set, WORLD_SIZE is not", "LaunchError", "WORLD_SIZE", "missing", has_world=False)
+def half_set(process):
+    os.environ.update(RANK=str(process), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.pop("WORLD_SIZE", None)
+    dm.init_distributed("jax")
