@@ -5,7 +5,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, RankError, ShapeError
-from dualmesh.padding import clipped, padded_shape
+from dualmesh.padding import padded_shape
 from dualmesh.partition_spec import slices_of
 from tests.core.all_specs import TOPOLOGIES, whole_specs
 from tests.cross.redistributions import held
@@ -50,9 +50,10 @@ def test_uneven_sizes_are_padded_by_zeros_at_the_end_and_trimmed_back(backend):
             assert found_shape == wide
             np.testing.assert_array_equal(value, whole)
             for rank, cut in cuts.items():
-                wanted = clipped(slices_of(topology, spec, wide, rank), shape)
-                assert cut == tuple((one.start, one.stop) for one in wanted)
-                own = whole[wanted]
+                block = slices_of(topology, spec, wide, rank)
+                own = [range(size)[one] for size, one in zip(shape, block, strict=True)]  # Python clips slices itself
+                assert cut == tuple((one.start, one.stop) for one in own)
+                own = whole[block]
                 np.testing.assert_array_equal(blocks[rank][tuple(slice(size) for size in own.shape)], own)
 
 
