@@ -10,7 +10,7 @@ from math import ceil
 from dualmesh.errors import counted
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, views
 from dualmesh.pictures.grid import Grid
-from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, shortened, text_width
+from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, text_width, wrapped
 from dualmesh.topology import Topology
 
 _MARGIN = 24.0
@@ -55,12 +55,12 @@ def _band(name: str, topology: Topology, gpus_per_node: int, rank: int | None) -
             sections.append(_section(view, [draw(fact) for fact in shown]))
     band = Canvas(name)
     band.width = max(sum(section.width for section in sections) + 2 * _GAP * (len(sections) - 1), _WIDE)
-    lines = _lines(topology, grid, gpus_per_node, ring)
+    lines = [part for line in _lines(topology, grid, gpus_per_node, ring) for part in wrapped(line, 12, band.width)]
     band.draw(Words(0, 18, name, 20, is_bold=True))
     size = counted(len(topology.members), "rank")
     band.draw(Words(text_width(name, 20) + 16, 18, f"{size}, {_nodes(topology, gpus_per_node)}", 13, "muted"))
     for place, line in enumerate(lines):
-        band.draw(Words(0, 38 + 17 * place, shortened(line, 12, band.width), 12, "muted"))
+        band.draw(Words(0, 38 + 17 * place, line, 12, "muted"))
     top = 38 + 17 * len(lines) + 4
     x = 0.0
     for place, section in enumerate(sections):
@@ -111,7 +111,7 @@ def _cells(topology: Topology, grid: Grid, ring: int, axis: str, groups: Sequenc
             x, y = grid.node_corner(node)
             cells.draw(Box(x - 1, y - 1, grid.node_width + 2, grid.node_height + 2, stroke="node", radius=4))
     in_ring = (ring - grid.first_rank) // grid.block
-    ringed = groups[in_ring] if topology.is_member(axis, ring) else None
+    ringed = groups[in_ring] if topology.is_member(axis, ring) and len(set(groups)) > 1 else None
     for cell, group in enumerate(groups):
         x, y = grid.cell_corner(cell)
         fill = "empty" if group is None else f"group{group % GROUP_COLOURS}"
@@ -120,7 +120,7 @@ def _cells(topology: Topology, grid: Grid, ring: int, axis: str, groups: Sequenc
         inset = 1 + edge / 2
         box = Box(x + inset, y + inset, side - 2 * inset, side - 2 * inset, fill, "ink" if edge else None, edge)
         label = str(cell if grid.block > 1 else cell + grid.first_rank)
-        size = min(side * 0.44, (side - 4) / (len(label) * 0.6))
+        size = min(side * 0.44, (side - 4 - 2 * edge) / (len(label) * 0.6))
         words = Words(x + side / 2, y + side / 2 + size * 0.36, label, size, anchor="middle", is_bold=is_ringed)
         cells.draw(box, words)
     return cells

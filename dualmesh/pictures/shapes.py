@@ -3,6 +3,7 @@
 Where they go is in `panels`, how they are written in `files`.
 """
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -93,7 +94,6 @@ def text_width(text: str, size: float) -> float:
     return len(text) * size * 0.58
 
 
-def shortened(text: str, size: float, width: float) -> str:
-    """Return a line that fits a width, its end cut if need be. *Pure.*"""
-    fits = max(int(width / (size * 0.58)), 4)
-    return text if len(text) <= fits else text[: fits - 2].rstrip() + " .."
+def wrapped(text: str, size: float, width: float) -> list[str]:
+    """Return a text as lines that fit a width. *Pure.*"""
+    return textwrap.wrap(text, max(int(width / text_width("x", size)), 20))

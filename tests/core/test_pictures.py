@@ -102,3 +102,14 @@ def test_which_axes_cross_nodes_is_what_counting_says(sizes, per_node, offset):
         groups = topology.partition(fact.name).tolist()
         counted = any(len({rank // per_node for rank in group}) > 1 for group in groups)
         assert fact.crosses_nodes == counted, fact
+
+
+def test_no_word_is_cut_and_rings_that_would_mark_every_cell_are_left_out():
+    topology = SPEC.resolve(8)
+    names = {"talker": dm.parallel_spec(dp_shard_size=8).resolve(8), "thinker": topology}
+    words = " ".join(node.text for node in ET.fromstring(draw(names).svg) if node.tag.endswith("text"))
+    assert words.count("rings mark the groups of rank 0.") == 2
+    assert words.count("dp_sp = dp_replicate x dp_shard x ulysses x cp") == 2
+    assert ".." not in words
+    assert "dms-ink" not in draw(names["talker"], theme="light").svg
+    assert "dms-ink" in draw(topology, theme="light").svg
