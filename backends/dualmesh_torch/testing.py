@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from dualmesh.errors import ShardingError
 from dualmesh.state import ParallelState
 from dualmesh.testing import instruments
+from dualmesh_torch import private
 
 
 class Instruments(instruments.Instruments):
@@ -51,7 +52,10 @@ class Instruments(instruments.Instruments):
             dist.barrier()
 
     def leftovers(self) -> dict[str, object]:
-        return {"torch process groups": dist.is_initialized(), "torch default dtype": torch.get_default_dtype()}
+        return {"torch process groups": private.group_names(), "torch default dtype": torch.get_default_dtype()}
+
+    def untouched(self) -> dict[str, object]:
+        return {"torch process groups": ()}
 
 
 def _positions(x: DTensor, dim: int) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ This face re-exports; each name is documented where it lives.
 from dualmesh.testing import transforms as transforms
 from dualmesh.testing.comparison import compare_places
 from dualmesh.testing.differences import Difference, difference
-from dualmesh.testing.faults import FAULTS, inject
+from dualmesh.testing.faults import FAULTS
+from dualmesh.testing.injection import inject
 from dualmesh.testing.instruments import Held, Instruments
 from dualmesh.testing.noise import counter_noise
 from dualmesh.testing.param_map import ParamMap

@@ -1,31 +1,23 @@
-"""`inject`: break one thing on purpose, so that a test can be seen to fail.
+"""What can be broken on purpose: wrong collectives, and wrong functions of dualmesh.
 
-Values that stay right while gradients go wrong are the rule here: these are the faults that loss curves hide.
+Breaking it while a block runs is in `injection`. Values that stay right while gradients go wrong are the rule here:
+these are the faults that loss curves hide.
 """
 
-import itertools
 from collections.abc import Callable
-from contextlib import ContextDecorator, ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import dualmesh
-from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.lanes import expanded
 from dualmesh.lazy import array_api_compat
-from dualmesh.pending import Finished
-from dualmesh.registry import registry
+from dualmesh.scope import get_parallel_state
 from dualmesh.sequence import ring
 from dualmesh.state import ParallelState
-from dualmesh.testing.instruments import instruments_of
-from dualmesh.testing.taps import place, watch
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives
 
 MOVING = ("all_gather", "all_to_all", "broadcast", "permute", "ragged_all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter", "leave")
-_ids = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -98,6 +90,18 @@ def _averaged(called: Called) -> Any:
 
 
 @dataclass(frozen=True)
+class Patch:
+    """A function of dualmesh to replace."""
+
+    where: Any
+    name: str
+    wrong: Callable[[Any], Callable[..., Any]]
+    """Makes the wrong function from the right one."""
+    over: Callable[..., tuple[ParallelState, Axis]] | None = None
+    """From the arguments of a call, the state and the axis that it is over; None: a call is over none that it names."""
+
+
+@dataclass(frozen=True)
 class Fault:
     """What `inject` can break."""
 
@@ -106,21 +110,28 @@ class Fault:
     wrong: Callable[[Called], Any] | None = None
     part: str | None = None
     """The role whose axes alone are broken."""
-    patch: tuple[Any, str, Callable[[Any], Any]] | None = None
-    """A function of dualmesh to replace instead: where it is, its name, and what makes the wrong one."""
+    patch: Patch | None = None
+
+
+def _over_loss(_first: Any, *arguments: Any, axis: Any = None, state: ParallelState | None = None, **_: Any) -> Any:
+    owner = get_parallel_state() if state is None else state
+    named = arguments[-1] if arguments and isinstance(arguments[-1], str | tuple) else axis
+    return owner, owner.topology.role("loss") if named is None else named
 
 
 def _own_total(right: Any) -> Any:
-    return lambda loss_sum, count, *args, total=None, **settings: right(loss_sum, count, *args, **settings)
+    def wrong(loss_sum: Any, count: Any, *arguments: Any, total: Any = None, **settings: Any) -> Any:
+        return right(loss_sum, count, *arguments, total=count, **settings)
+
+    return wrong
 
 
 def _mean_of_gradients(right: Any) -> Any:
-    def wrong(params: Any, axis: Any = None, **settings: Any) -> Any:
-        found = right(params, axis, **settings)
-        owner = dualmesh.get_parallel_state()
-        size = owner.size(owner.topology.role("loss") if axis is None else axis)
+    def wrong(params: Any, *arguments: Any, **settings: Any) -> Any:
+        found = right(params, *arguments, **settings)
+        owner, axis = _over_loss(params, *arguments, **settings)
         for parameter in getattr(params, "parameters", lambda: params)():
-            parameter.grad /= size
+            parameter.grad /= owner.size(axis)
         return found
 
     return wrong
@@ -152,134 +163,16 @@ FAULTS = {
     "swap_ranks": Fault("indices 0 and 1 are swapped", MOVING, _swapped),
     "drop_last_shard": Fault("the last index brings zeros", (*MOVING, *SUMMING), _without_last),
     "mean_for_sum": Fault("sums are divided by the size of the axis", SUMMING, _averaged),
-    "own_total": Fault("token_mean divides by its own count", patch=(dualmesh, "token_mean", _own_total)),
+    "own_total": Fault(
+        "token_mean divides by its own count", patch=Patch(dualmesh, "token_mean", _own_total, _over_loss)
+    ),
     "wrappers_average": Fault(
-        "dm.sum_gradients does nothing", patch=(dualmesh, "sum_gradients", lambda right: lambda model, **settings: None)
+        "dm.sum_gradients does nothing",
+        patch=Patch(dualmesh, "sum_gradients", lambda right: lambda model, **settings: None),
     ),
     "gradients_averaged": Fault(
-        "dm.sync_gradients averages (torch)", patch=(dualmesh, "sync_gradients", _mean_of_gradients)
+        "dm.sync_gradients averages (torch)", patch=Patch(dualmesh, "sync_gradients", _mean_of_gradients, _over_loss)
     ),
-    "stale_maximum": Fault("ring attention merges without rescaling", patch=(ring, "_merged", _stale_maximum)),
+    "stale_maximum": Fault("ring attention merges without rescaling", patch=Patch(ring, "_merged", _stale_maximum)),
 }
-
-
-class inject(ContextDecorator):
-    """Break one thing while a block, or the decorated function, runs: to see a test fail. *Local.*
-
-    States that are registered by then are broken in this process; call it on every process. Compiled programs are
-    traced anew inside. Where nothing was broken in the end, an error says so.
-
-    Args:
-        name: A name of `FAULTS`: grad_times_sp, grad_times_size, grad_wrong_factor, grad_wrong_way, grad_not_summed,
-            swap_ranks, drop_last_shard, mean_for_sum, own_total, wrappers_average, gradients_averaged, stale_maximum.
-        after: Break only what is called between the tap of this name and the next tap.
-        axis: Break only collectives over this axis.
-        verb: Break only this collective.
-
-    Raises:
-        ArgumentError: No such fault, no state is registered, or nothing was broken.
-    """
-
-    def __init__(
-        self, name: str, *, after: str | None = None, axis: Axis | None = None, verb: str | None = None
-    ) -> None:
-        if name not in FAULTS:
-            raise ArgumentError(
-                f"inject: no fault {name!r}. Faults: {listed(FAULTS)}.{did_you_mean(name, FAULTS)}", fault=name
-            )
-        self.name, self.after, self.axis, self.verb = name, after, axis, verb
-        self.broken = 0
-        self._stack: ExitStack | None = None
-
-    def __enter__(self) -> "inject":
-        states = registry.states()
-        if not states:
-            raise ArgumentError("inject: no state is registered here yet. Register the states first, on every process.")
-        self.broken = 0
-        with ExitStack() as stack:
-            for backend in dict.fromkeys(state.backend for state in states):
-                stack.enter_context(instruments_of(backend).retraced((next(_ids),)))
-            watch.faults += 1
-            stack.callback(_end_watch)
-            fault = FAULTS[self.name]
-            if fault.patch is not None:
-                where, attribute, make = fault.patch
-                self._set(stack, where, attribute, self._counted(make(getattr(where, attribute))))
-            else:
-                for state in states:
-                    self._set(stack, state, "collectives", _Broken(state, self, fault))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
-        if kind is None and not self.broken:
-            where = f" after the tap {self.after!r}" if self.after else ""
-            raise ArgumentError(
-                f"inject: {self.name!r} broke nothing: {FAULTS[self.name].what}, but no such call was made{where}.",
-                fault=self.name,
-            )
-
-    def applies(self, owner: ParallelState, verb: str, axis: Axis) -> bool:
-        """Tell whether a call is one to break. *Local.*"""
-        fault = FAULTS[self.name]
-        if verb not in fault.verbs or (self.verb not in (None, verb)) or (self.after not in (None, place.name)):
-            return False
-        own = _named(owner, axis)
-        allowed = None if self.axis is None else _named(owner, self.axis)
-        if fault.part is not None:
-            allowed = _named(owner, owner.topology.role(fault.part))
-        return owner.size(axis) > 1 and (allowed is None or own <= allowed)
-
-    def _counted(self, wrong: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **settings: Any) -> Any:
-            self.broken += 1
-            return wrong(*args, **settings)
-
-        return counted
-
-    @staticmethod
-    def _set(stack: ExitStack, where: Any, attribute: str, wrong: Any) -> None:
-        stack.callback(setattr, where, attribute, getattr(where, attribute))
-        setattr(where, attribute, wrong)
-
-
-class _Broken:
-    """The collectives of a state with some of them wrong."""
-
-    def __init__(self, owner: ParallelState, injection: inject, fault: Fault) -> None:
-        self._owner = owner
-        self._right = owner.collectives
-        self._injection = injection
-        self._fault = fault
-
-    def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Finished:
-        """Run to the end what would not wait: so it is broken too."""
-        return Finished(getattr(self, verb)(x, axis, **settings))
-
-    def __getattr__(self, verb: str) -> Any:
-        right = getattr(self._right, verb)
-        wrong = self._fault.wrong
-        if verb not in self._fault.verbs or wrong is None:
-            return right
-
-        def call(x: Any, axis: Axis, **settings: Any) -> Any:
-            if not self._injection.applies(self._owner, verb, axis):
-                return right(x, axis, **settings)
-            self._injection.broken += 1
-            return wrong(Called(self._right, self._owner, verb, x, axis, settings))
-
-        return call
-
-
-def _named(owner: ParallelState, axis: Axis) -> set[str]:
-    return set(expanded(owner.topology, (axis,) if isinstance(axis, str) else axis))
-
-
-def _end_watch() -> None:
-    watch.faults -= 1
-    place.name = None
+"""What `inject` can break, by name."""

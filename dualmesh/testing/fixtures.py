@@ -19,15 +19,16 @@ def nothing_left() -> Iterator[None]:
     """Fail where the test leaves registry, scope, contexts, groups, worlds or threads other than it found them.
 
     For every test of a folder: `pytestmark = pytest.mark.usefixtures("nothing_left")`, or an autouse fixture that
-    takes it.
+    takes it. A fixture of yours that opens a world or registers states takes it too: pytest then begins it before, and
+    ends it after.
     """
     with left_as_found():
         yield
 
 
 @pytest.fixture
-def sim_session() -> Iterator[Session]:
-    """A world of 8 simulated ranks, open during the test."""
+def sim_session(nothing_left: None) -> Iterator[Session]:
+    """A world of 8 simulated ranks, open during the test, which must leave nothing beside it."""
     with session(backend="sim", world_size=8) as opened:
         yield opened
 

@@ -69,6 +69,10 @@ class Instruments:
         """Return what this process holds of the framework's ambient state now, for comparing. *Local.*"""
         return {}
 
+    def untouched(self) -> dict[str, object]:
+        """Return what `leftovers` returns of these where nothing was ever left, for backends first used in a test."""
+        return {}
+
     def _missing(self, what: str) -> BackendError:
         return BackendError(
             f"dualmesh.testing: {self.name} shows no {what} to tests. Its package needs a module `testing` with a "

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from dualmesh import discovery, scope
 from dualmesh.registry import registry
@@ -16,6 +17,9 @@ from dualmesh.testing.taps import watch
 
 # How long threads may take to end after what started them has returned.
 THREADS_END_IN_S = 2.0
+# Threads that serve until the process ends, whoever is first to need them: of debuggers and progress bars, those that
+# other languages bring (Python calls them Dummy), and the one that looks after waits of JAX.
+LIFELONG = ("Dummy-", "pydevd", "tqdm", "dualmesh watch")
 
 
 @contextmanager
@@ -23,7 +27,7 @@ def left_as_found() -> Iterator[None]:
     """Check that a block, or a decorated function, leaves nothing behind, and tidy what dualmesh can. *Local.*
 
     Checked are: registered names; the scope and the default state; worlds that run; recordings and faults; what each
-    backend in use shows (JAX's mesh and contexts, torch's process groups); threads.
+    backend in use shows (JAX's mesh and contexts, torch's process groups), also one that is first used inside; threads.
 
     Raises:
         DifferenceError: Something is not as it was; each thing is named with what it was and what it is.
@@ -32,25 +36,24 @@ def left_as_found() -> Iterator[None]:
     >>> with left_as_found(), dm.session(backend="sim", world_size=2):
     ...     state = dm.init_parallel_state(dp_size=2)
     """
-    before, threads = standing(), set(threading.enumerate())
+    before: dict[str, Any] = standing()
+    threads = set(threading.enumerate())
     yield
     after = standing()
+    for name in discovery.loaded():
+        if name not in before["backends"]:
+            before |= _of_backend(name, instruments_of(name).untouched())
     running = _still_running(threads)
     if after["names"] != before["names"]:
         scope.close_all()
-        registry.drop([state for state in registry.states() if not set(state.names) & set(_names(before))])
+        registry.drop([state for state in registry.states() if not set(state.names) & set(before["names"])])
     wrong = [
         Difference(name, ("before", "after"), said=f"was {before.get(name)!r}, is {value!r}")
         for name, value in after.items()
-        if name in before and value != before[name]
+        if name != "backends" and name in before and value != before[name]
     ]
     wrong += [Difference("threads", ("before", "after"), said=f"{running} still run")] if running else []
     refuse_differences("left_as_found", wrong)
-
-
-def _names(before: dict[str, object]) -> list[str]:
-    names = before["names"]
-    return names if isinstance(names, list) else []
 
 
 def standing() -> dict[str, object]:
@@ -63,21 +66,22 @@ def standing() -> dict[str, object]:
         "worlds": sorted(name for name, backend in discovery.loaded().items() if backend.world() is not None),
         "recording": watch.sink is not None,
         "faults": watch.faults,
+        "backends": list(discovery.loaded()),
     }
     for name in discovery.loaded():
-        found |= {f"{name}: {what}": value for what, value in instruments_of(name).leftovers().items()}
+        found |= _of_backend(name, instruments_of(name).leftovers())
     return found
 
 
+def _of_backend(name: str, found: dict[str, object]) -> dict[str, object]:
+    return {f"{name}: {what}": value for what, value in found.items()}
+
+
 def _still_running(before: set[threading.Thread]) -> list[str]:
-    """Return the threads of dualmesh and the user that run beyond those of before, once they had time to end."""
+    """Return the threads that run beyond those of before, once they had time to end."""
     deadline = time.monotonic() + THREADS_END_IN_S
     while True:
-        new = [thread for thread in set(threading.enumerate()) - before if _counts(thread)]
+        new = [one for one in set(threading.enumerate()) - before if not one.name.startswith(LIFELONG)]
         if not new or time.monotonic() > deadline:
             return sorted(thread.name for thread in new)
         time.sleep(0.01)
-
-
-def _counts(thread: threading.Thread) -> bool:
-    return not thread.daemon or thread.name.startswith("rank ")

@@ -1,6 +1,7 @@
 """Worker processes that start once and are reused, each with an environment of its own.
 
-Functions travel by cloudpickle, closures included. What world a function then runs in is in `places`.
+How functions travel is in `packing`; what world a function then runs in, in `places`. A script that starts workers does
+so under `if __name__ == "__main__":`, because each worker imports the script again.
 """
 
 import atexit
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from dualmesh.errors import WorkerError
 from dualmesh.lazy import cloudpickle
+from dualmesh.testing.packing import packed
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -69,7 +71,7 @@ class Pool:
         while len(self._workers) < len(args):
             self._workers.append(self._started())
         for (_, pipe), own in zip(self._workers, args, strict=False):
-            pipe.send_bytes(cloudpickle.dumps((fn, own)))
+            pipe.send_bytes(packed((fn, own)))
         waiting: dict[Any, int] = {pipe: i for i, (_, pipe) in enumerate(self._workers[: len(args)])}
         outcomes: dict[int, Outcome] = {}
         while waiting:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dualmesh.arrays import to_numpy
-from dualmesh.errors import ArgumentError, RecordingError
+from dualmesh.errors import ArgumentError
 from dualmesh.initialization import init_parallel_state
 from dualmesh.testing.differences import Difference, difference, refuse_differences
 from dualmesh.testing.instruments import instruments_of
@@ -52,9 +52,10 @@ def compare_ports(
 ) -> dict[str, Trained]:
     """Train two programs from the same parameters on the same inputs, and fail where anything differs.
 
-    Compared are, in this order: whatever passes taps of the same name in both, values and gradients (so that the first
-    difference names the layer); the loss of every step; the gradient of every parameter in the first step; every
-    parameter after the last. Each port runs in its own world, with the topology registered as "base".
+    Compared are, in this order: whatever passes taps, values and gradients (so that the first difference names the
+    layer; a tap that only one program, or not every rank, passes is a difference); the loss of every step; the gradient
+    of every parameter in the first step; every parameter after the last. Each port runs in its own world, with the
+    topology registered as "base".
 
     Args:
         torch: Called with (parameters by its names, as global numpy arrays; inputs); returns a `Trained`.
@@ -90,12 +91,9 @@ def compare_ports(
 
 
 def _tapped(folder: Path, rtol: float | None) -> list[Difference]:
-    """Compare what passed the taps, where both programs have some."""
-    try:
-        runs = [load(folder / name) for name in ("torch", "jax")]
-    except RecordingError:
-        return []
-    return compare_recordings(runs[1], runs[0], rtol=rtol)
+    """Compare what passed the taps of the two programs."""
+    torch, jax = (load(folder / name) for name in ("torch", "jax"))
+    return compare_recordings(jax, torch, rtol=rtol)
 
 
 def _trained_apart(
@@ -122,6 +120,8 @@ def _trained_apart(
                 f"only jax {sorted(mapped.keys() - own.keys())}. Return every parameter on both sides."
             )
         pairs += [(what.format(f"{name} (jax: {', '.join(sources[name])})"), own[name], mapped[name]) for name in own]
+    if not pairs:
+        raise ArgumentError("compare_ports: both ports returned no loss, gradient or parameter. Return some.")
     each = (difference(what, one, other, places=places, rtol=rtol) for what, one, other in pairs)
     return [one for one in each if one is not None]
 
@@ -132,8 +132,7 @@ def _ported(port: Port, params: dict[str, Any], inputs: Any, spec: Any, folder: 
     with recorded(state) as recorder:
         found = port(params, inputs)
         instruments_of(state.backend).finished()
-    if recorder.entries:
-        save(Path(folder), state.backend, state.world.size, state.held_ranks, recorder.entries)
+    save(Path(folder), state.backend, state.world.size, state.held_ranks, recorder.entries)
     if not isinstance(found, Trained):
         raise ArgumentError(f"compare_ports: the port returned a {type(found).__name__}. Return testing.Trained(...).")
     return Trained(

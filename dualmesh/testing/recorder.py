@@ -5,7 +5,7 @@ Taps are in `taps`; what a recording is, and how two are compared, in `recording
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def record(path: str | Path, *, state: ParallelState | None = None) -> Iterator[
         finally:
             instruments_of(owner.backend).finished()
             save(folder, owner.backend, owner.world.size, ranks, recorder.entries)
-        _refuse_empty("record", recorder)
+        _refuse_empty("record", recorder.entries)
 
 
 @contextmanager
@@ -86,10 +86,10 @@ def replay(
     with recorded(owner) as recorder:
         yield report
         instruments_of(owner.backend).finished()
-    _refuse_empty("replay", recorder)
     found = recorder.entries
     if owner.world.process_count > 1:
         found = [entry for entries in host.all_gather(recorder.entries, state=owner) for entry in entries]
+    _refuse_empty("replay", found)  # of all processes: one that refused alone would leave the others waiting
     run = Recording(owner.backend, owner.world.size, found)
     report.differences = compare_recordings(report.recording, run, rtol=rtol)
     if check:
@@ -110,8 +110,8 @@ def recorded(owner: ParallelState) -> Iterator[Recorder]:
             watch.sink = None
 
 
-def _refuse_empty(where: str, recorder: Recorder) -> None:
-    if not recorder.entries:
+def _refuse_empty(where: str, entries: Sequence[Entry]) -> None:
+    if not entries:
         raise RecordingError(
             f"{where}: nothing passed a tap. Call dualmesh.testing.tap in the program; programs that were compiled "
             f"ahead of time are not traced anew."

@@ -18,7 +18,7 @@ from dualmesh.testing.differences import Difference, difference
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FORMAT = "dualmesh recording 1"
+FORMAT = "dualmesh recording 2"
 
 
 class Key(NamedTuple):
@@ -50,6 +50,8 @@ class Entry:
     """The global shape."""
     part: int
     """Blocks of one place and part are the same; the parts of a place are summed."""
+    together: tuple[int, ...]
+    """The ranks that pass the tap with this one."""
     dtype: str
     block: "NDArray[Any]" = field(repr=False)
 
@@ -77,6 +79,12 @@ class Recording:
         first = {key: entries[0].order for key, entries in self.entries.items()}
         return sorted(first, key=lambda key: (key.occurrence, key.kind == "gradient", first[key]))
 
+    def missing(self, key: Key) -> tuple[int, ...]:
+        """Return the ranks that should have passed a tap and did not, rising. *Pure.*"""
+        entries = self.entries[key]
+        wanted = {rank for group in {entry.together for entry in entries} for rank in group}
+        return tuple(sorted(wanted - {entry.rank for entry in entries}))
+
     def blocks(self, key: Key) -> list[Entry]:
         """Return one entry per rank with the parts of each place summed. *Pure.*"""
         entries = self.entries[key]
@@ -89,11 +97,19 @@ class Recording:
         return [replace(entry, part=0, block=sums[entry.start]) for entry in entries]
 
     def whole(self, key: Key) -> "NDArray[Any]":
-        """Return the global array of a passing; of blocks that should be equal the lowest rank's counts. *Pure.*"""
-        blocks = self.blocks(key)
+        """Return the global array of a passing; of blocks that should be equal the lowest rank's counts. *Pure.*
+
+        Raises:
+            RecordingError: Ranks did not pass the tap, or no rank holds some of the elements.
+        """
+        blocks, missing = self.blocks(key), self.missing(key)
         whole = np.zeros(blocks[0].shape, blocks[0].block.dtype)
+        is_held = np.zeros(whole.shape, bool)
         for entry in sorted(blocks, key=lambda entry: -entry.rank):
-            whole[_cut(entry)] = entry.block
+            whole[_cut(entry)], is_held[_cut(entry)] = entry.block, True
+        if missing or not is_held.all():
+            why = _unpassed(missing, self.backend) if missing else f"{int((~is_held).sum())} elements are on no rank"
+            raise RecordingError(f"Recording: {key} is not whole: {why}.", key=key, ranks=missing)
         return whole
 
     def __repr__(self) -> str:
@@ -101,8 +117,8 @@ class Recording:
         return f"<Recording of {counted(len(names), 'tap')} on {self.backend}, world_size={self.world_size}>"
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in Entry.__dataclass_fields__}
+def _described(entry: Entry) -> dict[str, Any]:
+    return {name: getattr(entry, name) for name in Entry.__dataclass_fields__ if name != "block"}
 
 
 def _cut(entry: Entry) -> tuple[slice, ...]:
@@ -113,7 +129,7 @@ def compare_recordings(wanted: Recording, found: Recording, *, rtol: float | Non
     """Return what differs between two runs, in the order of the first; they may have other worlds and frameworks.
 
     *Pure.* Every rank's block in `found` is held to the global array of `wanted`, so a replica that went its own way is
-    found too. Gradients are compared where both runs have any.
+    found too, and ranks that did not pass a tap are named. Gradients are compared where both runs have any.
     """
     gradients = all(any(key.kind == "gradient" for key in one.entries) for one in (wanted, found))
     wrong: list[Difference] = []
@@ -123,6 +139,8 @@ def compare_recordings(wanted: Recording, found: Recording, *, rtol: float | Non
             continue
         if key not in found.entries or key not in wanted.entries:
             wrong.append(_unmet(key, wanted, found))
+        elif wanted.missing(key) or found.missing(key):
+            wrong += [_missed(key, one, (wanted.backend, found.backend)) for one in (wanted, found) if one.missing(key)]
         else:
             wrong += _first_of(key, wanted, found, rtol)
     return wrong
@@ -132,6 +150,15 @@ def _unmet(key: Key, wanted: Recording, found: Recording) -> Difference:
     times = [sum(other[1:] == key[1:] for other in one.entries) for one in (wanted, found)]
     said = f"passed {counted(times[0], 'time')} on {wanted.backend}, {counted(times[1], 'time')} on {found.backend}"
     return Difference(str(key), (wanted.backend, found.backend), said=said)
+
+
+def _missed(key: Key, run: Recording, places: tuple[str, str]) -> Difference:
+    ranks = run.missing(key)
+    return Difference(str(key), places, ranks=ranks, said=_unpassed(ranks, run.backend))
+
+
+def _unpassed(ranks: Sequence[int], backend: str) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} did not pass it on {backend}"
 
 
 def _first_of(key: Key, wanted: Recording, found: Recording, rtol: float | None) -> list[Difference]:
@@ -179,12 +206,15 @@ def refuse_taken(path: Path, ranks: Sequence[int]) -> None:
 def save(path: Path, backend: str, world_size: int, ranks: Sequence[int], entries: Sequence[Entry]) -> None:
     """Write what one process recorded. *Local.*"""
     path.mkdir(parents=True, exist_ok=True)
+    groups = list(dict.fromkeys(entry.together for entry in entries))
+    numbers = {group: number for number, group in enumerate(groups)}
     index = {
         "format": FORMAT,
         "backend": backend,
         "world_size": world_size,
         "ranks": list(ranks),
-        "entries": [{name: value for name, value in _fields(entry).items() if name != "block"} for entry in entries],
+        "groups": groups,
+        "entries": [{**_described(entry), "together": numbers[entry.together]} for entry in entries],
     }
     arrays = {f"block{number}": entry.block for number, entry in enumerate(entries)}
     text = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
@@ -224,18 +254,19 @@ def _read(file: Path) -> tuple[Mapping[str, Any], list[Entry]]:
             index = json.loads(held["index"].tobytes().decode())
             if index["format"] != FORMAT:
                 raise RecordingError(f"replay: {file} is {index['format']!r}. This version reads {FORMAT!r}.")
-            entries = [_entry(one, held[f"block{number}"]) for number, one in enumerate(index["entries"])]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            groups = [tuple(group) for group in index["groups"]]
+            entries = [_entry(one, groups, held[f"block{number}"]) for number, one in enumerate(index["entries"])]
+    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         if isinstance(error, RecordingError):
             raise
         raise RecordingError(f"replay: {file} is no recording: {error}", path=str(file)) from error
     return index, entries
 
 
-def _entry(index: Mapping[str, Any], block: "NDArray[Any]") -> Entry:
-    fields = {**index, "start": tuple(index["start"]), "shape": tuple(index["shape"])}
-    entry = Entry(**fields, block=block)
-    ends = [i + size for i, size in zip(entry.start, block.shape, strict=True)]
-    if len(ends) != len(entry.shape) or any(end > size for end, size in zip(ends, entry.shape, strict=True)):
+def _entry(index: Mapping[str, Any], groups: Sequence[tuple[int, ...]], block: "NDArray[Any]") -> Entry:
+    fields = {"start": tuple(index["start"]), "shape": tuple(index["shape"]), "together": groups[index["together"]]}
+    entry = Entry(**{**index, **fields}, block=block)
+    sides = list(zip(entry.start, block.shape, entry.shape, strict=True))
+    if any(start < 0 or start + size > whole for start, size, whole in sides):
         raise ValueError(f"a block of shape {block.shape} at {entry.start} lies outside {entry.shape}")
     return entry

@@ -54,7 +54,8 @@ def tap(name: str, x: Any, spec: Any = None, *, grad_spec: Any = None, state: Pa
     """Return `x`; while a recording runs, keep its value, and its gradient when backward comes. *Local.*
 
     Works on per-rank blocks (torch code, functions given to `dm.shard_map`) and on global arrays (DTensors; JAX arrays,
-    inside jit too). Use what it returns: the gradient is that of the returned value.
+    inside jit too). Use what it returns: the gradient is that of the returned value. All ranks of the state pass it,
+    along an axis `pp` those of one stage or more; ranks that do not are named when recordings are compared.
 
     Args:
         name: Its name in every program that is compared; a name may pass several times, once per step for example.
@@ -103,6 +104,7 @@ def _noted(name: str, kind: str, owner: ParallelState, spec: P, partial: tuple[s
     """Return what keeps a block; its place in the order of the run is now."""
     order = next(watch.orders)
     topology, grid_rank, entries = owner.topology, owner.grid_rank, P(*spec.entries)
+    together = _stage_of(owner)
 
     def note(rank: int, block: Any) -> None:
         place_in_grid = grid_rank(rank)
@@ -112,12 +114,23 @@ def _noted(name: str, kind: str, owner: ParallelState, spec: P, partial: tuple[s
         kept = storable(block)
 
         def make(occurrence: int) -> Entry:
-            return Entry(name, kind, occurrence, order, rank, start, shape, part, str(block.dtype), kept)
+            dtype = str(block.dtype)
+            return Entry(name, kind, occurrence, order, rank, start, shape, part, together(rank), dtype, kept)
 
         if watch.sink is not None:
             watch.sink.note(make, name, kind, rank)
 
     return note
+
+
+def _stage_of(owner: ParallelState) -> Callable[[int], tuple[int, ...]]:
+    """Return what says which ranks pass a tap with a rank: all of the state; of a pipeline, those of its stage."""
+    axes = owner.topology.base_axes
+    if "pp" in axes and owner.size("pp") > 1:
+        stage = tuple(axis for axis in axes if axis != "pp")
+        return lambda rank: tuple(sorted(owner.ranks(stage, rank))) if stage else (rank,)
+    members = tuple(sorted(owner.members))
+    return lambda rank: members
 
 
 def storable(block: Any) -> Any:

@@ -66,7 +66,6 @@ def in_world(
         return spec, world_size
     if ranks is not None:
         return spec, max(ranks, default=0) + 1
-    sizes = [size for _, size in spec.base] if isinstance(spec, TopologySpec) else [-1]
-    if -1 in sizes:
+    if not isinstance(spec, TopologySpec) or -1 in dict(spec.base).values():
         raise ArgumentError(f"{where}: {spec!r} leaves the number of ranks open. Give world_size=.", spec=spec)
-    return spec, spec.rank_offset + prod(sizes)
+    return spec, spec.rank_offset + prod(size for _, size in spec.base)

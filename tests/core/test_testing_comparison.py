@@ -277,6 +277,48 @@ def test_contexts_of_a_framework_count_as_left_behind():
             assert ("jax: JAX ambient state: was" in said) == (place == "jax_x64")
 
 
+def mesh_left():
+    """Leave a mesh set, in a block during which the backend is first used; return what is said."""
+    import jax
+
+    from dualmesh import discovery
+
+    known, block = discovery.loaded, left_as_found()
+    discovery.loaded = dict
+    try:
+        block.__enter__()
+    finally:
+        discovery.loaded = known
+    try:
+        with jax.set_mesh(jax.make_mesh((2,), ("rows",))):
+            block.__exit__(None, None, None)
+    except DifferenceError as error:
+        return str(error)
+    return None
+
+
+def group_left():
+    """Leave a process group of one's own in the world; return what is said."""
+    import torch.distributed as dist
+
+    made = []
+    try:
+        with left_as_found():
+            made.append(dist.new_group([0, 1]))
+    except DifferenceError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(made[0])
+    return None
+
+
+def test_a_mesh_or_a_group_that_is_left_is_named():
+    (said,) = run_on("jax_x64", mesh_left, world_size=2)
+    assert "jax: JAX mesh: was (), is (('rows', 2),)" in said
+    for said in run_on("torch", group_left, world_size=2):
+        assert "first difference: torch: torch process groups: was ('" in said
+
+
 def test_fixtures_run_a_test_once_per_place_and_watch_what_it_leaves(everywhere, nothing_left):
     found = everywhere(lambda: dm.init_parallel_state(tp_size=2).size("tp"), world_size=2)
     assert set(found) == {2}

@@ -151,6 +151,69 @@ def test_a_rank_that_went_its_own_way_is_found_among_replicas(tmp_path):
         assert "1 of 4 ranks differ" in one.said
 
 
+def some_pass(path, silent, how="record"):
+    """Tap a block on all ranks but some, under a recording or a replay; return what is said."""
+    from dualmesh.testing import record, replay
+
+    dm.init_parallel_state(dp_size=2, tp_size=2)
+
+    def each(x):
+        index = dm.ops.axis_index("world")
+        return x if isinstance(index, int) and index in silent else tap("kept", x, dm.P("dp_shard"))
+
+    lifted = dm.shard_map(each, dm.P("dp_shard"), dm.P("dp_shard"))
+    try:
+        with {"record": record, "replay": replay}[how](path):
+            lifted(dm.distribute(X, dm.P("dp_shard")))
+    except dm.DualmeshError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_pass_no_tap_are_named(tmp_path):
+    for name, silent in (("all", ()), ("some", (1, 3)), ("half", (2, 3))):
+        assert run_on("sim", some_pass, tmp_path / name, silent, world_size=4) == [""]
+    whole, some, half = (load(tmp_path / name) for name in ("all", "some", "half"))
+    for wanted, found in ((whole, some), (some, whole)):
+        (one,) = compare_recordings(wanted, found)
+        assert (str(one), one.ranks) == ("kept: ranks 1, 3 did not pass it on sim", (1, 3))
+    with pytest.raises(RecordingError, match="kept is not whole: ranks 2, 3 did not pass it on sim"):
+        half.whole(half.keys()[0])
+    assert len(compare_recordings(some, half)) == 2
+
+
+def test_a_process_that_passes_no_tap_is_named_and_nobody_waits_for_it(tmp_path):
+    run_on("sim", some_pass, tmp_path / "sim", (), world_size=4)
+    said = run_on("torch", some_pass, tmp_path / "sim", (1,), "replay", world_size=4)
+    assert len(set(said)) == 1
+    assert "first difference: kept: rank 1 did not pass it on torch" in said[0]
+    said = run_on("torch", some_pass, tmp_path / "torch", (1,), world_size=4)
+    assert [text[:28] for text in said] == ["", "record: nothing passed a tap", "", ""]
+    assert load(tmp_path / "torch").missing(load(tmp_path / "torch").keys()[0]) == (1,)
+
+
+def staged(path):
+    from dualmesh.testing import record
+
+    dm.init_parallel_state(pp_size=2, dp_size=2)
+
+    def each(x):
+        for stage, name in enumerate(("first", "second")):
+            if dm.ops.axis_index("pp") == stage:
+                tap(name, x + stage, dm.P("dp"))
+        return x
+
+    with record(path):
+        dm.shard_map(each, dm.P("dp"), dm.P("dp"))(dm.distribute(X, dm.P("dp")))
+
+
+def test_a_stage_of_a_pipeline_passes_its_own_taps_alone(tmp_path):
+    run_on("sim", staged, tmp_path / "run", world_size=4)
+    found = load(tmp_path / "run")
+    assert [found.missing(key) for key in found.keys()] == [(), ()]
+    assert {key.name: found.whole(key)[0, 0] for key in found.keys()} == {"first": X[0, 0], "second": X[0, 0] + 1}
+
+
 def global_taps(path, world_size):
     """Tap global arrays, in jit where there is one."""
     from dualmesh.testing import record
