@@ -83,6 +83,7 @@ CALLS = {
     "get_parallel_state_by_name": dm.get_parallel_state_by_name,
     "bind": dm.bind,
     "strict": dm.strict,
+    "debug": dm.debug,
     **{
         f"state {name}": (lambda value, name=name: getattr(dm.get_parallel_state(), name)(value))
         for name in ("size", "enabled", "group_sizes", "axes", "group", "pspec", "sharding", "submesh", "is_writer")
@@ -190,6 +191,7 @@ def state():
     with dm.session(backend="sim", world_size=8):
         yield dm.init_parallel_state(dp_size=8)
     dm.strict(False)
+    dm.debug(False)
 
 
 def put_back(state):
