@@ -86,8 +86,8 @@ def global_norm(tree: Any, ord: float = 2, axis: Axis | None = None, *, state: P
 
     Args:
         tree: Nested containers of global arrays: DTensors, JAX arrays; of gradients to clip, for example. A plain
-            torch tensor, or a DTensor beyond its own mesh, counts as equal on every rank; an expert whose mesh leaves
-            out axes of its view, as different along those.
+            torch tensor, or a DTensor beyond its own mesh, counts as equal on every rank that holds it; an expert whose
+            mesh leaves out axes of its view, as different along those.
         ord: The order of the norm, above 0; inf is the largest absolute value.
         axis: The axis along which per-rank blocks differ: blocks of a tensor-parallel module, say. Give blocks and
             replicated arrays in two calls and put their norms together.
@@ -115,7 +115,8 @@ def clip_grad_norm_(
     values, scale them by `global_norm`. Every rank of the state calls it, with or without parameters.
 
     Args:
-        parameters: A module, or parameters; those without a gradient count as 0.
+        parameters: A module, whose names tell apart what ranks hold, or parameters; those without a gradient count as
+            0, sparse gradients by their values.
         blocks: Parameters of which each index along an axis holds another part: {"tp": mlp.parameters()} where
             per-rank code splits plain tensors. The mesh of a DTensor is known, the view of an expert too, and along
             "pp" all parameters are taken to differ unless "pp" is named here.
@@ -124,6 +125,7 @@ def clip_grad_norm_(
         The norm before, a scalar, the same on every rank.
 
     Raises:
+        ArgumentError: Ranks hold different numbers of tensors that look alike, or another rank refused what it got.
         NonFiniteError: It is NaN or infinite, and `error_if_nonfinite`.
     """
     owner = meant("clip_grad_norm_", state)

@@ -4,6 +4,7 @@ Which ranks an axis joins is planned in the core; what lies on the meshes is in 
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,8 @@ class Meshes:
     def cut(self, axes: tuple[Axis, ...]) -> DeviceMesh:
         """Return the mesh of some axes, cut from the root that has them in this order where one has. *Local.*
 
+        There is one root of the base axes and one of each view, so that meshes of one factorisation share theirs.
+
         Raises:
             ShardingError: They mix two factorisations of the same ranks.
         """
@@ -97,27 +100,62 @@ class Meshes:
         return found
 
     def spec_of(self, mesh: DeviceMesh, native: Sequence[Placement]) -> P:
-        """Return the spec that placements on one of the state's array meshes mean: `sharding` backwards. *Local.*
+        """Return the spec that placements on a mesh over the state's ranks mean: `sharding` backwards. *Local.*
 
         Raises:
-            ShardingError: The mesh is another, or no spec means the same.
+            ShardingError: The mesh leaves ranks out or is no grid of them, or no spec means the same.
         """
-        for view in (None, *self._state.topology.spec.views):
-            known, digits = self._array_mesh(view)
-            if known == mesh:
-                return placements.spec_for(self._state.topology, [_planned(one) for one in native], digits)
-        raise ShardingError(
-            f"{self._state.label}: {mesh} is none of its array meshes. Lay the array out with dm.distribute or "
-            f"dm.constrain.",
-            mesh=mesh,
-        )
+        digits = self._digits_of(mesh)
+        if digits is None:
+            raise ShardingError(
+                f"{self._state.label}: {mesh} is no grid of all its ranks, {listed(self._state.members)}. Lay the "
+                f"array out with dm.distribute or dm.constrain.",
+                mesh=mesh,
+            )
+        return placements.spec_for(self._state.topology, [_planned(one) for one in native], digits)
+
+    def _digits_of(self, mesh: DeviceMesh) -> tuple[Digit, ...] | None:
+        """Return a mesh's dims as digits of a rank's place in the state, or None: they are none."""
+        places = {rank: place for place, rank in enumerate(self._state.members)}
+        shape, ranks = tuple(mesh.mesh.shape), mesh.mesh.flatten().tolist()
+        if len(ranks) != len(places) or set(ranks) != set(places):
+            return None
+        steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        strides = [places[ranks[step]] if size > 1 else 1 for step, size in zip(steps, shape, strict=True)]
+        if ranks[0] != self._state.members[0] or min(strides) < 1:
+            return None
+        digits = tuple(map(Digit, shape, strides))
+        spelt = Layout.of(digits)
+        is_grid = all(spelt.offset(index) == places[rank] for index, rank in enumerate(ranks))
+        return digits if is_grid else None
 
     def array_axes(self, spec: P) -> tuple[str, ...]:
         """Return the axes of the array mesh on which a spec lies, outermost first. *Pure.*"""
         return tuple(self._array_axes(self._view_of(spec, spec.axes)))
 
+    def grid_of(self, view: str | None, replicas: str | None = None) -> tuple[str, ...]:
+        """Return the base axes, those that a view spans replaced by its own. *Pure.*
+
+        Args:
+            view: The view; None: the base axes.
+            replicas: Where an axis of this name reads one of them alone, the name it has here.
+        """
+        topology = self._state.topology
+        axes = list(topology.base_axes)
+        if view is None:
+            return tuple(axes)
+        spanned = set(expanded(topology, topology.spec.views[view].over))
+        start = min(axes.index(name) for name in spanned)
+        alone = topology.spec.combined.get(replicas or "", ())
+        before, after = (
+            [replicas if replicas and alone == (name,) else name for name in part if name not in spanned]
+            for part in (axes[:start], axes[start:])
+        )
+        return (*before, *topology.spec.views[view].axes, *after)
+
     def _found(self, axes: tuple[Axis, ...]) -> DeviceMesh:
-        for root in (self._merged_axes(), self._state.topology.base_axes):
+        views = (self.grid_of(view, replicas=f"{view}_replicate") for view in self._state.topology.spec.views)
+        for root in (self._merged_axes(), self._state.topology.base_axes, *views):
             places = [root.index(axis) for axis in axes if axis in root]
             if len(places) == len(axes) and places == sorted(set(places)):
                 mesh = self.root(root)
@@ -170,13 +208,9 @@ class Meshes:
         return found
 
     def _array_axes(self, view: str | None) -> list[str]:
-        """The axes of size > 1 on which arrays are split: base axes, those that a view spans replaced by its own."""
+        """The axes of size > 1 on which arrays are split."""
         topology = self._state.topology
-        axes = list(topology.base_axes)
-        if view is not None:
-            spanned = set(expanded(topology, topology.spec.views[view].over))
-            axes = [name for name in axes if name not in spanned] + list(topology.spec.views[view].axes)
-        large = [name for name in axes if topology.size(name) > 1]
+        large = [name for name in self.grid_of(view) if topology.size(name) > 1]
         return sorted(large, key=lambda name: -topology.layout(name).digits[0].stride)
 
     def _array_mesh_of(self, axes: list[str]) -> tuple[DeviceMesh, tuple[Digit, ...]]:

@@ -113,8 +113,7 @@ class TorchPrograms(Programs):
         return gradients.synced(params, self._state.party(axis))
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
-        axes = () if axis is None else (axis,)
-        return norms.of(self._state, [(one, axes) for one in leaves(tree)], order)
+        return norms.of(self._state, tree, order, () if axis is None else (axis,))
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, order: float, blocks: Mapping[Axis, Any], error_if_nonfinite: bool

@@ -100,7 +100,7 @@ def staged():
 
     state = dm.init_parallel_state(pp_size=4, dp_size=2)
     stage = state.index("pp")
-    own = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0]], [], []][stage]
+    own = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0], [7.0]], [], []][stage]
     parameters = [with_gradient(torch.tensor(value, dtype=torch.float64)) for value in own]
     alike = dm.clip_grad_norm_(parameters, 100.0, blocks={"pp": []})
     largest = dm.clip_grad_norm_(parameters, 100.0, math.inf)
@@ -109,13 +109,107 @@ def staged():
 
 
 def test_stages_of_a_pipeline_count_once_each_also_those_without_parameters():
-    expected = math.sqrt(sum(n * n for n in (3, 1, 2, 4, 5, 6)))
+    expected = math.sqrt(sum(n * n for n in (3, 1, 2, 4, 5, 6, 7)))
     for rank, (norm, largest, alike, gradients) in enumerate(torch_world(staged, world_size=8)):
-        assert (norm, largest) == (pytest.approx(expected, rel=1e-7), 6.0)
-        assert alike == pytest.approx(math.sqrt(14), rel=1e-7)  # counted as equal: the first stage's
-        whole = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0]], [], []][rank // 2]
+        assert (norm, largest) == (pytest.approx(expected, rel=1e-7), 7.0)
+        assert alike == pytest.approx(math.sqrt(expected**2 - 49), rel=1e-7)  # [3.0] and [7.0] counted as copies
+        whole = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0], [7.0]], [], []][rank // 2]
         for one, other in zip(whole, gradients, strict=True):
             np.testing.assert_allclose(other, np.array(one) / (expected + 1e-6), rtol=1e-6)
+
+
+def partly_held():
+    """Return norms of tensors that the first rank, and others, do not hold."""
+    import torch
+
+    state = dm.init_parallel_state(dp_size=4)
+    rank = state.index("dp")
+    values = [{}, {"a": 3.0}, {"a": 3.0, "b": 4.0, "c": 5.0}, {"b": 4.0, "d": 6.0}][rank]
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 1}
+    tree = {name: torch.full((sizes[name],), value, dtype=torch.float64) for name, value in values.items()}
+    parameters = {name: with_gradient(value.clone()) for name, value in tree.items()}
+    norms = [dm.global_norm(tree, order).item() for order in ORDERS]
+    clipped = dm.clip_grad_norm_(parameters, 2.0).item()
+    return norms, clipped, {name: parameter.grad[0].item() for name, parameter in parameters.items()}
+
+
+def test_what_only_some_ranks_hold_counts_at_the_first_that_does():
+    """`a` and `d` look alike; their names tell them apart."""
+    every = np.repeat([3.0, 4.0, 5.0, 6.0], [1, 2, 3, 1])
+    expected = [every.max() if order == math.inf else (every**order).sum() ** (1 / order) for order in ORDERS]
+    for norms, clipped, gradients in torch_world(partly_held, world_size=4):
+        np.testing.assert_allclose(norms, expected, rtol=1e-13)
+        assert clipped == pytest.approx(expected[0], rel=1e-13)
+        for name, value in gradients.items():
+            assert value == pytest.approx({"a": 3, "b": 4, "c": 5, "d": 6}[name] * 2 / (expected[0] + 1e-6))
+
+
+def of_several_states(named):
+    """Return norms in base of modules that lie on the meshes of two other states, each on half of the ranks."""
+    import torch
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    base = dm.init_parallel_state(dp_size=4, tp_size=2, name="base")
+    thinker = dm.init_parallel_state(dp_shard_size=2, tp_size=2, ranks=range(4), name="thinker")
+    talker = dm.init_parallel_state(dp_replicate_size=2, tp_size=2, ranks=range(4, 8), name="talker")
+    name, state = ("thinker", thinker) if thinker.is_member else ("talker", talker)
+    scale = 1.0 if name == "thinker" else 10.0
+    whole = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2) * scale
+    module = torch.nn.Module()
+    for place, (mesh, placements) in enumerate(
+        [
+            (state.fsdp_mesh, [Replicate()] * (state.fsdp_mesh.ndim - 1) + [Shard(0)]),
+            (state.submesh("tp"), [Shard(1)]),
+            (state.mesh, [Replicate()] * state.mesh.ndim),
+        ][: 3 if named else 1]
+    ):
+        laid_out = distribute_tensor(whole * (place + 1), mesh, placements, src_data_rank=None)
+        module.register_parameter(f"{name}{place}", with_gradient(laid_out))
+    if named:
+        module.register_parameter(name, with_gradient(torch.tensor([scale], dtype=torch.float64)))
+    given = module if named else list(module.parameters())
+    with dm.use_parallel_state(base):
+        return [dm.clip_grad_norm_(given, 1e9, order).item() for order in ORDERS]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["a module", "a list"])
+def test_modules_of_several_states_are_clipped_together_in_one_that_has_all_ranks(named):
+    whole = np.arange(1.0, 9.0)
+    each = np.concatenate([whole, 2 * whole, 3 * whole, [1.0]]) if named else whole
+    every = np.concatenate([each, 10 * each])
+    expected = [every.max() if order == math.inf else (every**order).sum() ** (1 / order) for order in ORDERS]
+    for norms in torch_world(of_several_states, named, world_size=8):
+        np.testing.assert_allclose(norms, expected, rtol=1e-13)
+
+
+def sparse():
+    """Clip and sum gradients of an embedding that is used, and then sparse, on some ranks only."""
+    import torch
+
+    state = dm.init_parallel_state(dp_size=4)
+    rank = state.index("dp")
+    net = torch.nn.Module()
+    net.table = torch.nn.Embedding(5, 2, sparse=True)
+    net.scale = torch.nn.Parameter(torch.ones(1))
+    if rank in (1, 2):
+        (net.table(torch.tensor([rank, 3, 3])).sum() * (rank + 1)).backward()
+    net.scale.grad = torch.full((1,), float(rank))
+    dm.sync_gradients(net)
+    summed = net.table.weight.grad.clone()
+    net.table.weight.grad = net.table.weight.grad.to_sparse() if rank % 2 == 0 else net.table.weight.grad
+    norm = dm.clip_grad_norm_(net, 1.0).item()
+    return summed.numpy(), norm, net.table.weight.grad.to_dense().numpy(), net.scale.grad.item()
+
+
+def test_sparse_gradients_of_some_ranks_count_and_are_summed_as_dense_ones_do():
+    table = np.zeros((5, 2))
+    table[1], table[2], table[3] = 2, 3, 2 * (2 + 3)
+    expected = math.sqrt((table**2).sum() + 36)
+    for summed, norm, scaled, scale in torch_world(sparse, world_size=4):
+        np.testing.assert_array_equal(summed, table)
+        assert norm == pytest.approx(expected, rel=1e-6)
+        np.testing.assert_allclose(scaled, table / (expected + 1e-6), rtol=1e-6)
+        assert scale == pytest.approx(6 / (expected + 1e-6))
 
 
 def odd_values():
@@ -191,6 +285,50 @@ def test_what_cannot_be_clipped_is_refused_by_name():
         for (_, text), (_, part) in zip(said, wanted, strict=True):
             assert part in text
         assert untouched == 1.0
+
+
+def refused_somewhere():
+    """Return what every rank hears where one of them gives something that cannot be clipped."""
+    import torch
+
+    half = dm.init_parallel_state(dp_size=2, ranks=(0, 1), name="half")
+    state = dm.init_parallel_state(dp_size=4)
+    rank, said = state.index("dp"), {}
+    one = torch.ones(2, dtype=torch.float64)
+    gives = {
+        "type": [with_gradient(one), *([3] if rank == 2 else [])],
+        "layout": [with_gradient(one)],
+        "unequal": [with_gradient(one) for _ in range(2 if rank == 3 else 1)],
+    }
+    if rank == 1:
+        gives["layout"][0] = torch.nn.Parameter(torch.zeros(2, 2))
+        gives["layout"][0].grad = torch.eye(2).to_sparse_csr()
+    for name, given in gives.items():
+        try:
+            dm.clip_grad_norm_(given, 0.1)
+        except dm.DualmeshError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    left = all(p.grad.to_dense().max() == 1.0 for given in gives.values() for p in given if p != 3)
+    if half.is_member:
+        wide = with_gradient(dm.distribute(np.ones(4), dm.P("dp"), state=state))
+        try:
+            dm.clip_grad_norm_([wide], 1.0, state=half)
+        except dm.DualmeshError as error:
+            said["outside"] = str(error)
+    return said, left
+
+
+def test_all_ranks_refuse_what_one_rank_cannot_clip():
+    other = "ArgumentError: clip_grad_norm_: another rank of State 'base' refused"
+    for rank, (said, left) in enumerate(torch_world(refused_somewhere, world_size=4)):
+        assert left
+        assert said["type"].startswith("ArrayTypeError: clip_grad_norm_: found a int" if rank == 2 else other)
+        assert said["layout"].startswith(
+            "ArrayTypeError: clip_grad_norm_: found a tensor of layout torch.sparse_csr" if rank == 1 else other
+        )
+        assert "some ranks hold 1 tensors of shape (2,), others 2" in said["unequal"]
+        assert ("outside" in said) == (rank < 2)
+        assert rank > 1 or "(4,) lies on the ranks 0, 1, 2, 3, but State 'half' has 0, 1" in said["outside"]
 
 
 def global_norms(settings):

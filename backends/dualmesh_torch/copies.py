@@ -1,0 +1,205 @@
+"""Which of the ranks that hold the same block of a tensor counts it: by meshes and axes, or by what ranks say.
+
+Norms are in `norms`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dualmesh.errors import ArgumentError, ShardingError, listed
+from dualmesh.registry import registry
+from dualmesh.topology import Axis
+from dualmesh_torch import private
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+Label = tuple[Any, ...]
+OUTSIDE = (
+    "a DTensor of shape {shape} lies on the ranks {found}, but {label} has {members}. Ask a state that has all of them."
+)
+UNEQUAL = (
+    "some ranks hold {first} tensors of shape {shape}, others {second}, and nothing says which are copies of which. "
+    "Give the module or a dict, whose names tell them apart, or blocks={{axis: tensors}} where each index has its own."
+)
+
+
+class Held(NamedTuple):
+    """A tensor of this rank."""
+
+    tensor: torch.Tensor
+    axes: tuple[Axis, ...] = ()
+    """The axes beyond its own mesh along which each index has another block of it."""
+    name: str | None = None
+    """What it is called on every rank, where it has a name."""
+
+
+class Block(NamedTuple):
+    """What this rank holds of a tensor, and who has it too, as meshes and axes have it."""
+
+    label: Label
+    """The same on all ranks that hold this block, another for other blocks."""
+    is_first: bool
+    count: int
+
+
+def is_here(tensor: torch.Tensor) -> bool:
+    """Tell whether this rank is on the mesh of a tensor. *Pure.*"""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def blocks_of(state: "TorchState", held: Iterable[Held]) -> list[Block]:
+    """Return the block of every tensor. *Local.*
+
+    A mesh along axes of the state, or of another registered one, is repeated along that state's other axes: with equal
+    blocks, but along "pp" and the rest of its view, where every index has its own. Any other mesh stands alone.
+
+    Raises:
+        ShardingError: A mesh has ranks that the state lacks.
+    """
+    known: dict[Any, tuple[Label, bool, int]] = {}
+    found = []
+    for tensor, axes, name in held:
+        mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
+        key = (mesh, placements, axes)
+        if key not in known:
+            _refuse_outside(state, mesh, tensor.shape)
+            known[key] = _place_of(state, mesh, placements, axes)
+        place, is_first, count = known[key]
+        label = (name, tuple(tensor.shape), tensor.dtype, placements, *place)
+        found.append(Block(label, is_first, count))
+    return found
+
+
+def imbalance(blocks: Iterable[Block]) -> tuple[float, float]:
+    """Return two numbers whose sums over all ranks are 0 where every block is held by all whom meshes name. *Pure.*
+
+    Each is the sum of whole numbers; that others than 0 cancel has a chance of about 2 ** -40.
+    """
+    sums = [0, 0]
+    for label, is_first, count in blocks:
+        number = _number_of(label)
+        for place in (0, 1):
+            sums[place] += (count * is_first - 1) * (1 + (number >> 20 * place) % 2**20)
+    return float(sums[0]), float(sums[1])
+
+
+def first_holders(state: "TorchState", blocks: Sequence[Block]) -> list[bool]:
+    """Return whether this rank is the first one that really holds it, for every block. *Collective over the state.*
+
+    Raises:
+        ArgumentError: Ranks hold different numbers of tensors that look alike; on every rank.
+    """
+    own = Counter(_number_of(block.label) for block in blocks)
+    shapes = {_number_of(block.label): block.label[1] for block in blocks}
+    first: dict[int, tuple[int, int]] = {}
+    for place, said in enumerate(state.host.all_gather({n: (own[n], shapes[n]) for n in own}, "world")):
+        for number, (count, shape) in said.items():
+            found = first.setdefault(number, (place, count))[1]
+            if found != count:
+                raise ArgumentError(UNEQUAL.format(first=found, second=count, shape=shape), shape=shape)
+    here = state.topology.position(state.grid_rank(state.own_rank()))
+    return [first[_number_of(block.label)][0] == here for block in blocks]
+
+
+def is_split(placement: Any) -> bool:
+    """Tell whether each index of a mesh dim has another part. *Pure.*"""
+    return placement.is_shard() or private.split_factor_of(placement) is not None
+
+
+@lru_cache(maxsize=2**16)
+def _number_of(label: Label) -> int:
+    return int.from_bytes(blake2b(repr(label).encode(), digest_size=8).digest(), "big")
+
+
+def _refuse_outside(state: "TorchState", mesh: DeviceMesh | None, shape: Sequence[int]) -> None:
+    ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+    if not all(state.has_rank(rank) for rank in ranks):
+        words = {"shape": tuple(shape), "found": listed(ranks), "label": state.label, "members": listed(state.members)}
+        raise ShardingError(OUTSIDE.format(**words), ranks=tuple(ranks))
+
+
+def _place_of(
+    state: "TorchState", mesh: DeviceMesh | None, placements: Sequence[Any], axes: tuple[Axis, ...]
+) -> tuple[Label, bool, int]:
+    """Return (which block of the tensor this is, whether this rank is the first to hold it, how many hold it)."""
+    members, blocks, place = tuple(state.members), {state.own_rank()}, ()
+    splits = [(state, axis) for axis in axes]
+    if mesh is not None:
+        split = [is_split(one) for one in placements]
+        blocks = set(_along(mesh, split))
+        place = tuple(index for index, one in zip(mesh.get_coordinate() or (), split, strict=True) if one)
+        owner = _owner_of(state, mesh)
+        members = tuple(mesh.mesh.flatten().tolist()) if owner is None else tuple(owner.members)
+        splits += [(owner, axis) for axis in _left_out(owner, mesh)] if owner is not None else []
+        splits += [(owner, "pp")] if owner not in (None, state) and "pp" in owner.axis_names else []
+    for one, axis in splits:
+        if not set(one.ranks(axis)) <= blocks:
+            blocks = {other for rank in blocks for other in one.ranks(axis, rank)} & set(members)
+            place = (*place, one.index(axis))
+    return (place, members[0], len(members)), members[0] in blocks, len(members) // len(blocks)
+
+
+def _along(mesh: DeviceMesh, dims: Sequence[bool]) -> list[int]:
+    """Return the ranks that differ from this one in some dims of a mesh only."""
+    coordinate = mesh.get_coordinate() or []
+    found: list[int] = (
+        mesh.mesh[tuple(slice(None) if one else index for one, index in zip(dims, coordinate, strict=True))]
+        .flatten()
+        .tolist()
+    )
+    return found
+
+
+def _owner_of(state: "TorchState", mesh: DeviceMesh) -> "TorchState | None":
+    """Return the state along whose axes a mesh lies: the one asked or the first registered one whose names it has.
+
+    A mesh with other names, made by hand, lies along the axes of the state asked that have its ranks.
+    """
+    named = (one for one in _candidates(state) if _lies_along(one, mesh, is_named=True))
+    return next(named, state if _lies_along(state, mesh, is_named=False) else None)
+
+
+def _candidates(state: "TorchState") -> Iterator["TorchState"]:
+    yield state
+    for other in registry.states():
+        if isinstance(other, type(state)) and other is not state and other.is_live and other.is_member:
+            yield other
+
+
+def _lies_along(state: "TorchState", mesh: DeviceMesh, *, is_named: bool) -> bool:
+    ranks = mesh.mesh.flatten().tolist()
+    if not all(state.has_rank(rank) for rank in ranks):
+        return False
+    if len(ranks) == state.world_size:
+        return True
+    topology, called = state.topology, state.meshes.dim_name
+    axes: list[Axis] = [*topology.axis_names, *(axes for axes in topology.spec.roles.values() if axes)]
+    runs = {called(axis): state.ranks(axis) for axis in axes}
+    parts = {called(f"{name}.{n}") for name in topology.axis_names for n in range(4)}
+
+    def is_run(dim: int) -> bool:
+        along = tuple(_along(mesh, [n == dim for n in range(mesh.ndim)]))
+        name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[dim]
+        if is_named:
+            return name in parts or runs.get(name) == along
+        return len(along) == 1 or along in runs.values()
+
+    return all(is_run(dim) for dim in range(mesh.ndim))
+
+
+def _left_out(state: "TorchState", mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the axes of a view that a mesh of the same view leaves out: there each index has experts of its own."""
+    names, called = set(mesh.mesh_dim_names or ()), state.meshes.dim_name
+    for _, view in state.topology.spec.named_views:
+        present = [axis for axis in view.axes if {called(axis), called(f"{axis}.0")} & names]
+        if present:
+            return tuple(axis for axis in view.axes if axis not in present)
+    return ()
