@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dualmesh as dm
 
 VOCABULARY, WIDTH, HEADS, LENGTH, EXPERTS, BATCH, MAX_NORM = 32, 16, 4, 8, 4, 8, 1.0
+# Each in the names of its own state: the thinker has pieces of sequences, the talker whole ones of fewer rows.
+TOKENS, ROWS = dm.P("dp", "ulysses"), dm.P("dp")
 
 
 class Thinker(nn.Module):
@@ -32,11 +35,10 @@ class Thinker(nn.Module):
         self.qkv = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return hidden states, whole sequences of fewer rows: from the thinker's layout to the talker's."""
+        """Return hidden states, in the layout of the tokens."""
         x = self.embedding(tokens)
         heads = [layer(x).unflatten(-1, (HEADS, -1)) for layer in self.qkv]
-        x = x + dm.sequence.ulysses_attention(*heads, attend).flatten(2)
-        return dm.ops.all_to_all(x, "ulysses", split_dim=0, concat_dim=1)
+        return x + dm.sequence.ulysses_attention(*heads, attend).flatten(2)
 
 
 class Talker(nn.Module):
@@ -53,21 +55,27 @@ class Talker(nn.Module):
 
 
 class Experts(nn.Module):
-    """This rank's experts."""
+    """All experts; each index of ep holds a run of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        whole = torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def shard(self) -> None:
+        """Split experts over ep and their rows over ep_fsdp: one DTensor of all, so that checkpoints have all."""
         state = dm.get_parallel_state()
-        self.up = nn.Parameter(whole.chunk(state.ep_size)[state.ep_rank].clone())
+        if state.ep_enabled:
+            self.up = nn.Parameter(distribute_tensor(self.up.detach(), state.submesh("ep"), [Shard(0)]))
+            fully_shard(self, mesh=state.submesh("ep_fsdp"), shard_placement_fn=lambda parameter: Shard(1))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return each row through the expert that its largest element chooses, wherever that is."""
         axis = "ep" if dm.get_parallel_state().ep_enabled else "world"
+        held = self.up.to_local() if isinstance(self.up, DTensor) else self.up
         every = dm.ops.all_gather(rows, axis)
         chosen = every.detach().argmax(1) % EXPERTS
-        first = dm.ops.axis_index(axis) * len(self.up)
-        own = [torch.tanh(every @ up) * (chosen == first + i)[:, None] for i, up in enumerate(self.up)]
+        first = dm.ops.axis_index(axis) * len(held)
+        own = [torch.tanh(every @ up) * (chosen == first + i)[:, None] for i, up in enumerate(held)]
         return dm.ops.reduce_scatter(torch.stack(own).sum(0), axis)
 
 
@@ -101,8 +109,7 @@ class Trainer:
             self.thinker = dm.scoped(Thinker().double(), "thinker")
             with dm.use_parallel_state("talker") as talker:
                 self.talker = dm.scoped(Talker().double(), "talker")
-                if talker.ep_enabled:
-                    fully_shard(self.talker.experts, mesh=talker.submesh("ep_fsdp"))
+                self.talker.experts.shard()
                 fully_shard(self.talker, mesh=talker.fsdp_mesh)
                 self.callbacks.append(dm.bind(self.report))  # keeps the talker's state, whoever calls it
             fully_shard(self.thinker, mesh=base.fsdp_mesh)
@@ -116,14 +123,14 @@ class Trainer:
         """Train one step; what needs groups is scoped, the rest is not."""
         tokens, targets = next(self.data)
         with dm.use_parallel_state("base"):
-            tokens = dm.sequence.slice_sequence(tokens, 1)
-            targets = dm.ops.all_to_all(dm.sequence.slice_sequence(targets, 1), "ulysses", split_dim=0, concat_dim=1)
-            logits = self.talker(self.thinker(tokens))
+            hidden = self.thinker(dm.sequence.slice_sequence(tokens, 1))
+            hidden = dm.reshard(hidden, src=("thinker", TOKENS), dst=("talker", ROWS))
+            targets = dm.reshard(targets, src=("base", ROWS), dst=("talker", ROWS))
+            logits = self.talker(hidden)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             objective, value = dm.token_mean(loss, targets.numel())
             objective.backward()
-            # Every parameter lies on all ranks of the talker, which knows the view of the experts.
-            dm.clip_grad_norm_(self.model, MAX_NORM, state=dm.get_parallel_state_by_name("talker"))
+            dm.clip_grad_norm_(self.model, MAX_NORM)  # base has all ranks; whose meshes parameters lie on is seen
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -139,10 +146,13 @@ class Trainer:
         self.reports.append(f"{dm.scope_name()} step {number + 1}: {worst.item():.4f}")
 
     def tear_down(self) -> None:
-        """Let go of what uses groups, end the world, forget the states: in this order."""
+        """Let go of what uses groups, end the world, forget the states: in this order, however far building came."""
         self.callbacks.clear()
-        del self.optimizer, self.model, self.thinker, self.talker
-        self.session.close()
+        for name in ("scheduler", "optimizer", "data", "model", "thinker", "talker"):
+            self.__dict__.pop(name, None)
+        session = self.__dict__.pop("session", None)
+        if session is not None:
+            session.close()
         dm.clear_parallel_state()
 
 
@@ -157,16 +167,15 @@ def batches(index: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def train(steps: int) -> Trainer:
-    """Run the life cycle; tear down also when a step raises."""
+    """Run the life cycle; tear down also when a phase raises."""
     trainer = Trainer()
-    trainer.set_up()
     try:
+        trainer.set_up()
         trainer.build()
         for number in range(steps):
             trainer.step(number)
     finally:
-        if hasattr(trainer, "optimizer"):
-            trainer.tear_down()
+        trainer.tear_down()
     return trainer
 
 

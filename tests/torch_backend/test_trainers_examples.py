@@ -10,13 +10,17 @@ from tests.worlds import torch_world
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _train(name, steps):
+def _loaded(name):
     import importlib.util
 
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    done = module.train(steps)
+    return module
+
+
+def _train(name, steps):
+    done = _loaded(name).train(steps)
     return done if isinstance(done, tuple) else (done.losses, done.reports)
 
 
@@ -48,3 +52,37 @@ def test_reinforcement_learning_over_three_states_is_the_one_process_runs(world,
         np.testing.assert_allclose(found, rewards, rtol=1e-14)
         for name, value in weights.items():
             np.testing.assert_allclose(held[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def _torn_down(phase):
+    """Return what is left of the composite trainer after an error in a phase, or after a whole run."""
+    import dualmesh as dm
+    from dualmesh.registry import registry
+
+    module, kept, said = _loaded("composite_torch"), [], None
+
+    class Trainer(module.Trainer):
+        def build(self):
+            kept.append(self)
+            super().build()
+            if phase == "build":
+                raise RuntimeError("building fails")
+
+        def step(self, number):
+            if phase == "step":
+                raise RuntimeError("a step fails")
+            super().step(number)
+
+    module.Trainer = Trainer
+    try:
+        module.train(1)
+    except RuntimeError as error:
+        said = str(error)
+    left = sorted(name for name, value in vars(kept[0]).items() if name not in ("losses", "reports") and value)
+    return said, left, registry.names(), dm.scope_name()
+
+
+@pytest.mark.parametrize("phase", ["build", "step", "none"])
+def test_tearing_down_leaves_nothing_however_far_the_trainer_came(phase):
+    said = {"build": "building fails", "step": "a step fails", "none": None}[phase]
+    assert torch_world(_torn_down, phase, world_size=4) == [(said, [], [], None)] * 4
