@@ -111,7 +111,7 @@ def odd_cases():
         "left out": dm.federated_mean(left_out, "federation", (1, 0)).tolist(),
         "narrow": dm.federated_mean(narrow, "federation").float().tolist(),
         "replicas": dm.federated_mean(own, "federation", average_replicas=True).tolist(),
-        "empty": dm.federated_mean(torch.zeros(0, 2), "federation").shape,
+        "empty": tuple(dm.federated_mean(torch.zeros(0, 2), "federation").shape),
     }
     with dm.use_parallel_state("federation"):
         found["ambient"] = dm.federated_mean(own, weights=(1, 3)).tolist()

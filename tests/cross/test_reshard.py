@@ -197,16 +197,14 @@ def narrow_sum():
     moved = [dm.reshard(x, **ways) for x in (rows.bfloat16(), rows % 2 == 0, rows.to(torch.int16))]
     parts = torch.full((2,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
     total = dm.reshard(parts, src=("all", dm.P(partial=("dp", "sp"))), dst=("all", dm.P()))
-    return [x.dtype for x in (*moved, total)], [x.tolist() for x in moved], total.tolist()
+    return [str(x.dtype) for x in (*moved, total)], [x.tolist() for x in moved], total.tolist()
 
 
 def test_every_dtype_moves_and_narrow_sums_are_taken_in_32_bits():
-    import torch
-
     order = STATES["turned"][1]
     for rank, (dtypes, moved, total) in enumerate(torch_world(narrow_sum, world_size=8, timeout_s=SLOW_S)):
         rows = np.arange(3) + 3 * order.index(rank)
-        assert dtypes == [torch.bfloat16, torch.bool, torch.int16, torch.bfloat16]
+        assert dtypes == ["torch.bfloat16", "torch.bool", "torch.int16", "torch.bfloat16"]
         assert moved == [rows.tolist(), (rows % 2 == 0).tolist(), rows.tolist()]
         assert total == [264.0] * 2  # in bfloat16 itself, 256 + 1 is 256
 
