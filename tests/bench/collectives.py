@@ -9,6 +9,7 @@ import statistics
 import time
 
 import dualmesh as dm
+from tests.bench.timing import record
 from tests.torch_backend.fake import fake_world, pool
 from tests.worlds import torch_pool, torch_world
 
@@ -179,9 +180,11 @@ def main():
         ours, hand = (statistics.median(rank[key][side] for rank in ranks) * 1e3 for side in (0, 1))
         name, kib, what = key
         print(f"  {name:16s} {kib:6d} KiB {what:8s} {ours:9.3f} {hand:9.3f} {ours / hand:6.2f}")
+        record("torch, gloo", f"{name}, {kib} KiB, {what}", ours / 1e3, "by hand", hand / 1e3)
     ours, floor, count = fake_world(building, rank=9_830, world_size=16_384)
     print(f"two states at 16,384 ranks: {ours * 1e3:.1f} ms; {count} groups alone: {floor * 1e3:.1f} ms")
     print(f"  ratio {ours / floor:.2f}")
+    record("torch, fake", "two states at 16,384 ranks", ours, f"their {count} groups alone", floor)
     torch_pool.close()
     pool.close()
 

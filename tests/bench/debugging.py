@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import dualmesh as dm
+from tests.bench.timing import record
 from tests.worlds import torch_pool, torch_world
 
 PASSES, REPEATS = 40, 25
@@ -80,6 +81,7 @@ def main() -> None:
         seconds = [statistics.median(rank[key][side] for rank in ranks) * 1e6 for side in (0, 1)]
         ours, floor = seconds
         print(f"{key[0]:12s} {key[1]:8s} {ours:8.1f} us, without {floor:8.1f} us, ratio {ours / floor:.3f}")
+        record("debug mode off", " ".join(map(str, key)), ours / 1e6, "without it", floor / 1e6)
     both = [seconds * 1e9 for seconds in torch_pool.run(alone, [()])[0]]
     print(f"alone: {both[0]:.0f} ns, without {both[1]:.0f} ns: {both[0] - both[1]:.0f} ns a collective")
     torch_pool.close()

@@ -1,5 +1,7 @@
 """Timing one statement against a floor in the same run: interleaved repeats, medians."""
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -37,3 +39,13 @@ def table(title: str, seconds: Mapping[str, float], floors: Mapping[str, str]) -
         floor = floors.get(name)
         ratio = f"{value / seconds[floor]:6.2f} x {floor}" if floor else "  floor"
         print(f"  {name:42s} {value * 1e9:10.0f} ns  {ratio}")
+        record(title, name, value, floor, seconds[floor] if floor else None)
+
+
+def record(title: str, name: str, seconds: float, floor: str | None = None, floor_s: float | None = None) -> None:
+    """Keep one measurement for `python -m tests.bench`, which names the file."""
+    path = os.environ.get("DUALMESH_BENCH_ROWS")
+    if path:
+        row = {"title": title, "name": name, "seconds": seconds, "floor": floor, "floor_s": floor_s}
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
