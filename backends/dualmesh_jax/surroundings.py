@@ -109,7 +109,7 @@ class Unmeshed:
             "mesh": told(self._state.shared.mesh),
             "outside": UNKNOWN if self._outside.empty else told(self._outside),
         }
-        error.args = (f"{said} {UNMESHED.format(**found)}", *error.args[1:])
+        error.args = (f"{said.rstrip('.')}. {UNMESHED.format(**found)}", *error.args[1:])
 
 
 class _LastPlace(threading.local):

@@ -50,15 +50,21 @@ def test_torchruns_variables_start_jax_beside_torchruns_own_store(tmp_path):
     assert run(launcher, clean()) == FOUND
 
 
-def test_slurms_variables_start_jax():
+@pytest.mark.parametrize("launcher", ["SLURM", "Open MPI, detected by JAX"])
+def test_the_launchers_variables_start_jax(launcher):
     job = next(number for number in iter(lambda: random.randrange(10**6), None) if is_free(number % 4096 + 61440))
-    step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    slurm = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+    mpi = {"OMPI_MCA_orte_hnp_uri": f"{job * 4096}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}
+    code, step, place = SUM, slurm, ("SLURM_PROCID", "SLURM_LOCALID")
+    if launcher != "SLURM":
+        code = SUM.replace('dm.session("jax", ', 'dm.session("jax", init_method="auto", ')
+        step, place = mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     tasks = [
         subprocess.Popen(
-            [sys.executable, "-c", SUM],
+            [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
             text=True,
-            env=clean(**step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)),
+            env=clean(**step, **dict.fromkeys(place, str(task))),
         )
         for task in range(2)
     ]
