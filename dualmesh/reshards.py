@@ -108,6 +108,7 @@ class _Blocks:
         self.addends = topology.layout(spec.partial)
         self.split = Layout.joined(self.dims)
         self.copies = Layout.joined([self.split, self.addends]).complement(topology.size("world"))
+        self._near: dict[int, Layout] = {}
 
     def indices(self, position: int) -> tuple[int, ...]:
         """Return which block of every dim a place holds."""
@@ -124,7 +125,9 @@ class _Blocks:
         """
         differing = [stride for size, stride in self.split.digits if (one // stride - other // stride) % size]
         reach = max(differing, default=0)
-        return Layout.of(digit for digit in self.copies.digits if digit.stride < reach)
+        if reach not in self._near:
+            self._near[reach] = Layout.of(digit for digit in self.copies.digits if digit.stride < reach)
+        return self._near[reach]
 
     def touching(self, indices: Sequence[int], steps: Sequence[int]) -> list[range]:
         """Return, per dim, which blocks here have elements of a block of another cut, whose block sizes are `steps`."""
@@ -145,6 +148,7 @@ class Reshard:
         shape: The global shape.
         source: How it lies.
         target: How it shall lie; partial sums cannot be a target.
+        turn: Which copy is first in turn; another for every array of a tree lets all copies give alike.
 
     Raises:
         ShapeError: A dim that the axes of one side do not divide.
@@ -158,8 +162,9 @@ class Reshard:
     [((0,), (slice(0, 2, None),)), ((1,), (slice(2, 4, None),))]
     """
 
-    def __init__(self, shape: Sequence[int], source: Placed, target: Placed) -> None:
+    def __init__(self, shape: Sequence[int], source: Placed, target: Placed, turn: int = 0) -> None:
         self.shape = tuple(shape)
+        self.turn = turn
         self.source = source
         self.target = target
         if target.spec.partial:
@@ -170,6 +175,16 @@ class Reshard:
             )
         self._from = _Blocks(source, self.shape, "Reshard: source array")
         self._to = _Blocks(target, self.shape, "Reshard: target array")
+
+    @property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """Into how many blocks each dim is cut, at the source and at the target."""
+        return tuple((one.size, other.size) for one, other in zip(self._from.dims, self._to.dims, strict=True))
+
+    @property
+    def copies(self) -> int:
+        """How many ranks of the source hold each block; 0 where the array has no elements."""
+        return 0 if 0 in self.shape else self._from.copies.size
 
     def receives(self, rank: int) -> tuple[Received, ...]:
         """Return what a rank gets and from whom, in the order of the global array; nothing if it is no target. *Pure.*
@@ -219,8 +234,10 @@ class Reshard:
     def _turned(self, place: int, taker: int, giver: int, sign: int) -> int:
         """Return the place among the copies near a taker's that its turn comes to (sign 1), or the taker's (-1)."""
         blocks = self._from
+        if blocks.copies.size == 1:
+            return place
         near = blocks.nearby_copies(taker, giver)
-        turn = blocks.split.index(taker) - blocks.split.index(giver)
+        turn = self.turn + blocks.split.index(taker) - blocks.split.index(giver)
         return near.member(place, (near.index(place) + sign * turn) % near.size)
 
     def _copy_for(self, part: tuple[int, ...], position: int) -> int:
@@ -231,7 +248,8 @@ class Reshard:
             number = number * len(choices) + index - choices.start
         copies = self._to.copies
         number = number * copies.size + copies.index(position)
-        return number * self._from.copies.size // (prod(map(len, touched)) * copies.size)
+        count = self._from.copies.size
+        return (number * count // (prod(map(len, touched)) * copies.size) + self.turn) % count
 
     def _takers(self, part: tuple[int, ...], position: int) -> Iterator[tuple[int, int]]:
         """Yield (rank, target place) of all whose sources (`_sources`) for a block include the place that holds it."""
@@ -243,7 +261,8 @@ class Reshard:
             if target is not None and all(i in r for i, r in zip(self._to.indices(target), touched, strict=True)):
                 yield rank, target
         total = prod(map(len, touched)) * copies.size
-        copy, count = blocks.copies.index(position), blocks.copies.size
+        count = blocks.copies.size
+        copy = (blocks.copies.index(position) - self.turn) % count
         for number in range(-(-copy * total // count), -(-(copy + 1) * total // count)):
             rest, copied = divmod(number, copies.size)
             indices: list[int] = []

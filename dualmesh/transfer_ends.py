@@ -1,0 +1,251 @@
+"""What each end of a transfer holds: which arrays lie under which path, and how fused blocks are made of them.
+
+Who sends what is in `transfer_plan`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from dualmesh.arguments import items_in
+from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
+from dualmesh.group_topology import GroupTopology
+from dualmesh.partition_spec import P, dim_layouts, is_spec
+from dualmesh.plan import ShardingPlan
+from dualmesh.registry import registry
+from dualmesh.reshards import Placed, Slices
+from dualmesh.resolution import positive, whole
+from dualmesh.state import ParallelState
+from dualmesh.topology import Topology
+
+
+class Array(NamedTuple):
+    """What a plan knows of an array."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @classmethod
+    def of(cls, where: str, path: Any, given: Any) -> "Array":
+        """Return an array for (shape, bytes of an element). *Pure.*"""
+        pair = items_in(given)
+        sizes = items_in(pair[0]) if pair is not None and len(pair) == 2 else None
+        if pair is None or sizes is None or not isinstance(path, str):
+            raise ArgumentError(f"{where}: {path!r}: {given!r}. Give {{path: (shape, bytes of an element)}}.")
+        shape = tuple(positive(where, f"size of {path!r}", size, least=0) for size in sizes)
+        return cls(shape, positive(where, f"bytes of {path!r}", pair[1]))
+
+
+@dataclass(frozen=True, init=False)
+class Fused:
+    """An array in which every rank holds its blocks of several others one after another, as one matrix multiply reads.
+
+    Args:
+        spec: How each of the arrays is split.
+        parts: {name: size along the dim}, in order, for example {"q": 4096, "k": 1024, "v": 1024}. The arrays are named
+            as the fused one, with its last key replaced.
+        dim: Along which dim they follow one another.
+
+    >>> fused = Fused(P("tp"), {"gate": 8, "up": 8})
+    >>> fused.names("mlp.gate_up"), fused.size
+    (('mlp.gate', 'mlp.up'), 16)
+    """
+
+    spec: P
+    parts: tuple[tuple[str, int], ...]
+    dim: int
+
+    def __init__(self, spec: Any, parts: Mapping[str, int], dim: int = 0) -> None:
+        where = "Fused"
+        if not isinstance(parts, Mapping) or not parts or not all(isinstance(name, str) and name for name in parts):
+            raise ArgumentError(f"{where}: parts={parts!r}. Give {{name: size along the dim}}.", parts=parts)
+        number = whole(dim)
+        if number is None or number < 0:
+            raise ArgumentError(f"{where}: dim={dim!r}. Give 0 or more.", dim=dim)
+        sizes = tuple((name, positive(where, f"size of {name!r}", size)) for name, size in parts.items())
+        object.__setattr__(self, "spec", P.of(spec))
+        object.__setattr__(self, "parts", sizes)
+        object.__setattr__(self, "dim", number)
+
+    @property
+    def size(self) -> int:
+        """The size of the fused array along the dim."""
+        return sum(size for _, size in self.parts)
+
+    def names(self, path: str) -> tuple[str, ...]:
+        """Return the paths of the arrays fused at a path. *Pure.*"""
+        before, dot, _ = path.rpartition(".")
+        return tuple(f"{before}{dot}{name}" for name, _ in self.parts)
+
+
+class Held(NamedTuple):
+    """Where a rank's block of an array lies: the block at a path, or a part of that."""
+
+    path: str
+    spec: P
+    dim: int = -1
+    start: int = 0
+    """In the rank's own block."""
+
+    def moved(self, slices: Slices) -> Slices:
+        """Return where slices of the array's block lie in the block at the path. *Pure.*"""
+        if self.dim < 0 or not self.start:
+            return slices
+        cut = slices[self.dim]
+        shifted = slice(cut.start + self.start, cut.stop + self.start)
+        return (*slices[: self.dim], shifted, *slices[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of a transfer: a topology on ranks, and the spec of every path."""
+
+    what: str
+    topology: Topology
+    ranks: tuple[int, ...] | None
+    specs: Any
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """{path here: path in the source}."""
+
+    def placed(self, spec: P) -> Placed:
+        """Return a spec over the ranks. *Pure.*"""
+        if spec.partial:
+            raise ShardingError(
+                f"plan_transfer: {self.what} has {spec!r}, a sum still to be taken over {listed(spec.partial)}. Take "
+                f"it first (dm.constrain).",
+                spec=spec,
+            )
+        return Placed(self.topology, spec, self.ranks)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks, in grid order."""
+        return self.placed(P()).members
+
+    def spec_of(self, path: str, shape: tuple[int, ...]) -> Any:
+        """Return the `P` or `Fused` of a path. *Pure.*"""
+        if is_spec(self.specs):
+            return P.of(self.specs)
+        if isinstance(self.specs, ShardingPlan):
+            return self.specs.spec_of(path, shape)
+        if path not in self.specs:
+            raise ShardingError(
+                f"plan_transfer: {self.what} has no spec for {path!r}. Its paths: {listed(self.specs)}.", path=path
+            )
+        return self.specs[path]
+
+    def fused(self) -> dict[str, Fused]:
+        """Return the fused paths that the specs name. *Pure.*"""
+        named = self.specs if isinstance(self.specs, Mapping) else {}
+        return {path: spec for path, spec in named.items() if isinstance(spec, Fused)}
+
+
+def end_of(where: str, what: str, given: Any, renames: Mapping[str, str] | None = None) -> End:
+    """Return an end for (topology, state or name, specs), or (topology, specs, ranks). *Pure.*"""
+    items = items_in(given)
+    if items is None or len(items) not in (2, 3):
+        raise ArgumentError(f"{where}: {what}={given!r}. Give (topology or state, specs), or with ranks.", given=given)
+    place, specs, *rest = items
+    if isinstance(place, str):
+        place = registry.get(place)
+    ranks: tuple[int, ...] | None = tuple(rest[0]) if rest and rest[0] is not None else None
+    if isinstance(place, ParallelState):
+        on = Placed.on(place, P())
+        place, ranks = on.topology, on.ranks
+    if not isinstance(place, Topology) or isinstance(place, GroupTopology):
+        raise ArgumentError(
+            f"{where}: {what}: {place!r} is no grid. Give a topology, a state or its name.", given=given
+        )
+    if not (is_spec(specs) or isinstance(specs, ShardingPlan)):
+        specs = _mapping(where, what, specs)
+    return End(what, place, ranks, specs, dict(renames or {}))
+
+
+def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[tuple[Array, Held, Held]]:
+    """Yield every array with where it lies at both ends, in the order of the source's. *Pure.*"""
+    here = {name: (array, held) for name, array, held in _held(source, arrays)}
+    wanted: dict[str, tuple[str, Held | None]] = {}
+    sizes = {name: array for name, (array, _) in here.items()}
+    for path, fused in target.fused().items():
+        names = [target.renames.get(name, name) for name in fused.names(path)]
+        if not any(name in here for name in names):
+            continue  # a partial update leaves it out
+        for name, held in _parts(target, path, fused, [_one(sizes, name, path) for name in names]):
+            wanted[target.renames.get(name, name)] = path, held
+    back = {old: new for new, old in target.renames.items()}
+    for name, (array, given) in here.items():
+        if name in wanted:
+            held = wanted[name][1]
+        else:
+            path = back.get(name, name)
+            held = Held(path, _plain(target, path, target.spec_of(path, array.shape)))
+        if held is not None:
+            yield array, given, held
+
+
+def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:
+    """Yield name, array and place of all that the source holds, fused ones taken apart."""
+    for path, array in arrays.items():
+        spec = end.spec_of(path, array.shape)
+        if not isinstance(spec, Fused):
+            yield path, array, Held(path, _plain(end, path, spec))
+            continue
+        if len(array.shape) <= spec.dim or array.shape[spec.dim] != spec.size:
+            raise ShapeError(
+                f"plan_transfer: {end.what}: {path!r} of shape {array.shape} is fused of {dict(spec.parts)} along dim "
+                f"{spec.dim}, which make {spec.size}.",
+                path=path,
+                shape=array.shape,
+            )
+        every = [_sized(array, spec.dim, size) for _, size in spec.parts]
+        for (name, held), part in zip(_parts(end, path, spec, every), every, strict=True):
+            yield name, part, held
+
+
+def _parts(end: End, path: str, fused: Fused, arrays: Sequence[Array]) -> list[tuple[str, Held]]:
+    """Return where the arrays fused at a path lie in a rank's block."""
+    found, start = [], 0
+    for name, (part, size), array in zip(fused.names(path), fused.parts, arrays, strict=True):
+        if len(array.shape) <= fused.dim or array.shape[fused.dim] != size:
+            raise ShapeError(
+                f"plan_transfer: {end.what}: {path!r} is fused of {part!r} with {size} along dim {fused.dim}, but "
+                f"{name!r} has shape {array.shape}.",
+                path=path,
+                shape=array.shape,
+            )
+        found.append((name, Held(path, fused.spec, fused.dim, start)))
+        layout = dim_layouts(end.topology, fused.spec, array.shape, what=f"{end.what}: {name!r}")[fused.dim]
+        start += size // (layout.size if layout else 1)
+    return found
+
+
+def _one(arrays: Mapping[str, Array], name: str, path: str) -> Array:
+    if name not in arrays:
+        raise ShardingError(
+            f"plan_transfer: dst: {path!r} is fused of {name!r} too, which the source does not hold. It holds: "
+            f"{listed(arrays)}.",
+            path=path,
+        )
+    return arrays[name]
+
+
+def _plain(end: End, path: str, spec: Any) -> P:
+    if isinstance(spec, Fused):
+        raise ShardingError(f"plan_transfer: {end.what}: {path!r} is fused there, and one array here.", path=path)
+    return P.of(spec)
+
+
+def _sized(array: Array, dim: int, size: int) -> Array:
+    return Array((*array.shape[:dim], size, *array.shape[dim + 1 :]), array.itemsize)
+
+
+def _mapping(where: str, what: str, specs: Any) -> dict[str, Any]:
+    if not isinstance(specs, Mapping):
+        raise ArgumentError(f"{where}: {what}: specs={specs!r}. Give a dm.P, {{path: dm.P}} or a dm.ShardingPlan.")
+    return {str(path): spec if isinstance(spec, Fused) else P.of(spec) for path, spec in specs.items()}
+
+
+def total_bytes(arrays: Iterable[Array]) -> int:
+    """Return how many bytes arrays have. *Pure.*"""
+    return sum(prod(array.shape) * array.itemsize for array in arrays)
