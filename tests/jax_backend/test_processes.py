@@ -7,6 +7,7 @@ import dualmesh as dm
 from dualmesh.errors import MembershipError, RankError, ShapeError, ShardingError
 from dualmesh.testing.contract import agreed, cases, runs
 from dualmesh.testing.contract.checks import expected, transposed
+from tests.cross.test_federated_mean import DIMS, mean_of, models
 from tests.jax_backend.processes import in_processes, processes
 
 WHOLE = np.arange(96.0).reshape(8, 12)
@@ -224,3 +225,96 @@ def test_states_can_be_cleared_and_made_anew():
         dm.clear_parallel_state()
         with pytest.raises(dm.StaleStateError):
             first.mesh  # noqa: B018
+
+
+def found_nodes(*variables):
+    """Return what `dm.nodes()` finds under what each process' launcher said, or its error."""
+    import os
+
+    import jax
+
+    saved = dict(os.environ)
+    os.environ.update(variables[jax.process_index()])
+    try:
+        return dm.nodes().groups.groups
+    except dm.DualmeshError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def launched(local_rank, local_size, node, count):
+    said = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size, "GROUP_RANK": node, "GROUP_WORLD_SIZE": count}
+    return {name: str(value) for name, value in said.items()}
+
+
+@in_processes(2, 1)
+def test_nodes_hold_all_ranks_of_their_processes():
+    cases = [
+        (({}, {}), ((0, 1, 2),)),
+        (({"NCCL_HOSTID": "a"}, {"NCCL_HOSTID": "b"}), ((0, 1), (2,))),
+        ((launched(0, 2, 0, 1), launched(1, 2, 0, 1)), ((0, 1, 2),)),
+        ((launched(0, 1, 1, 2), launched(0, 1, 0, 2)), ((2,), (0, 1))),
+    ]
+    for variables, groups in cases:
+        assert found_nodes(*variables) == groups
+    state = dm.init_parallel_state(spec=dm.nodes().group_spec(), name="nodes")
+    assert state.ranks("intra_node", 2) == (0, 1, 2)
+    wrong = found_nodes({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, {})
+    assert wrong.startswith("LaunchError: dm.nodes, ranks 0: for rank 0")
+    contradicting = found_nodes(launched(0, 2, 0, 1), launched(0, 2, 0, 1))
+    assert contradicting.startswith("LaunchError")
+
+
+def federated_means(sizes, hsdp):
+    """Check the means of arrays over each federation's devices, shard by shard, in processes that hold some of them."""
+    import jax
+
+    state = dm.init_parallel_state(spec=dm.FederatedSpec(sizes, hsdp), name="federation")
+    topology, devices = state.spec.federation, np.array(state.shared.devices)
+    numbers = sorted({topology.federated_rank(rank) for rank in state.local_ranks})
+    parts, trees = models(sizes), []
+    for number in numbers:
+        rows = np.array(topology.mesh(topology.communicating(number)[0]))
+        mesh = jax.sharding.Mesh(devices[rows], ("replica", "shard"))
+
+        def laid_out(name, value, mesh=mesh):
+            dim = DIMS.get(name)
+            spec = jax.P() if dim is None else jax.P(*[None] * dim, "shard")
+            layout = jax.sharding.NamedSharding(mesh, spec)
+            return jax.make_array_from_callback(value.shape, layout, lambda at: value[at])
+
+        trees.append({name: laid_out(name, value) for name, value in parts[number].items() if name != "odd"})
+    given = trees[0] if len(trees) == 1 else trees
+    for weights in (None, (3, 1, 2)[: len(sizes)]):
+        wanted = mean_of(parts, weights)
+        means = dm.federated_mean(given, state, weights)
+        for before, after in zip(jax.tree.leaves(given), jax.tree.leaves(means), strict=True):
+            assert before.sharding == after.sharding
+        for mean in [means] if len(trees) == 1 else means:
+            for name, x in mean.items():
+                for shard in x.addressable_shards:
+                    np.testing.assert_allclose(shard.data, wanted[name][shard.index], rtol=1e-5, atol=1e-6)
+    blocks = np.arange(1.0, state.world_size + 1)
+    mean = dm.shard_map(lambda x: dm.federated_mean(x, state), dm.P("world"), dm.P("world"))
+    senders = [topology.communicating(number)[0] for number in range(len(sizes))]
+    assert dm.to_numpy(mean(dm.distribute(blocks, dm.P("world"))))[0] == pytest.approx(blocks[senders].mean())
+    uneven = {**trees[0], "more": trees[0]["whole"]} if jax.process_index() else trees[0]
+    with pytest.raises(dm.DualmeshError, match=r"federated_mean: the process of rank \d+ gave|Give a list of"):
+        dm.federated_mean(uneven if len(trees) == 1 else [uneven, *trees[1:]], state)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "hsdp"),
+    [
+        ((2, 2), (2, 2), None),
+        ((2, 1), (1, 2), 1),
+        ((2, 2, 2, 2), (4, 4), None),
+        ((2, 2, 2, 2), (4, 4), 2),
+        ((2, 2, 2, 2), (2, 4, 2), None),
+        ((2, 2, 2, 2), (2, 4, 2), 2),
+    ],
+)
+def test_federated_means_of_several_processes_are_numpys(devices, sizes, hsdp):
+    processes(federated_means, sizes, hsdp, devices=devices)
