@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from dualmesh.starting import init_distributed, session
     from dualmesh.state import ParallelState
     from dualmesh.topology import Topology
+    from dualmesh.transfer_ends import Fused
+    from dualmesh.transfer_groups import TransferGroup, transfer_group
+    from dualmesh.transfer_plan import TransferPlan, plan_transfer
+    from dualmesh.transfer_store import TransferStore
     from dualmesh.usual import parallel_spec
 
 __version__ = "0.1.0"
@@ -90,6 +94,10 @@ _HOMES = {
     "starting": "init_distributed session",
     "state": "ParallelState",
     "topology": "Topology",
+    "transfer_ends": "Fused",
+    "transfer_groups": "TransferGroup transfer_group",
+    "transfer_plan": "TransferPlan plan_transfer",
+    "transfer_store": "TransferStore",
     "usual": "parallel_spec",
 }
 if not TYPE_CHECKING:
@@ -100,6 +108,7 @@ __all__ = [
     "DistributedState",
     "DualmeshError",
     "FederatedSpec",
+    "Fused",
     "GroupInUse",
     "GroupSpec",
     "GroupTopology",
@@ -115,6 +124,9 @@ __all__ = [
     "StateConfig",
     "Topology",
     "TopologySpec",
+    "TransferGroup",
+    "TransferPlan",
+    "TransferStore",
     "View",
     "aot",
     "bind",
@@ -144,6 +156,7 @@ __all__ = [
     "nodes",
     "ops",
     "parallel_spec",
+    "plan_transfer",
     "presets",
     "remat",
     "reshard",
@@ -159,6 +172,7 @@ __all__ = [
     "sync_gradients",
     "to_numpy",
     "token_mean",
+    "transfer_group",
     "use_parallel_state",
     "value_and_grad",
 ]

@@ -12,6 +12,7 @@ from dualmesh.border import Border
 from dualmesh.errors import BackendError
 from dualmesh.fabric import Fabric
 from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.transfer_carriers import Carrier, NoCarrier
 
 if TYPE_CHECKING:
     from dualmesh.groups_in_use import GroupInUse  # asks all backends, so it needs this module
@@ -101,6 +102,10 @@ class Backend(ABC):
             BackendError: The backend has none.
         """
         raise BackendError(f"Backend {self.name!r} hands no arrays to other frameworks.", backend=self.name)
+
+    def transfer_carrier(self) -> Carrier:
+        """Return what makes the native group of one transfer group, where there is such a thing. *Local.*"""
+        return NoCarrier(self.name)
 
     def fabric(self) -> Fabric:
         """Return what makes the meshes and groups of a `DistributedState`. *Local.*

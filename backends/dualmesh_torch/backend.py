@@ -25,6 +25,7 @@ from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.scope import carry_to_workers
 from dualmesh_torch.state import TorchState
+from dualmesh_torch.transfer_carrier import TorchCarrier
 
 
 class TorchBackend(Backend):
@@ -137,6 +138,9 @@ class TorchBackend(Backend):
 
     def border(self) -> Border:
         return TorchBorder()
+
+    def transfer_carrier(self) -> TorchCarrier:
+        return TorchCarrier()
 
     def fabric(self) -> Fabric:
         self.world()

@@ -90,6 +90,41 @@ def member_group(
     return group
 
 
+def lone_group(rank: int, size: int, name: str, backend: str, store: Any, timeout: timedelta) -> Group:
+    """Make a group of processes that share no default group, through a store of its own. *Collective over it.*
+
+    Reason: `new_group` takes ranks of the default group only, and `init_process_group` makes one group per process
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/distributed_c10d.py,
+    `_new_process_group_helper`). Fallback: none; weights then travel without a process group.
+    """
+    if not has_member_groups():
+        raise RuntimeError("this version of torch cannot make a group beside the default one")
+    torch_groups: Any = c10d
+    world = torch_groups._world  # noqa: SLF001
+    default = dist.group.WORLD
+    bound = None if default is None else default.bound_device_id
+    if default is not None and bound is not None:
+        default.bound_device_id = None  # else it would split the default communicator, over other ranks
+    try:
+        group: Group
+        # Without a list of ranks nothing is looked up in the default group.
+        group, _ = torch_groups._new_process_group_helper(  # noqa: SLF001
+            size,
+            rank,
+            [],
+            c10d.Backend(backend),
+            store,
+            torch_groups.GroupName(name) if hasattr(c10d, "GroupName") else name,
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        if default is not None and bound is not None:
+            default.bound_device_id = bound
+    world.pg_group_ranks[group] = {member: member for member in range(size)}
+    return group
+
+
 def world_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, options: Any) -> Group:
     """Make a group the public way. *Collective over the world, members or not*; ascending lists only.
 

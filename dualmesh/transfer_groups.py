@@ -1,0 +1,265 @@
+"""Transfer groups: processes of several worlds, each world with ranks of its own, joined under a name.
+
+Where they meet is in `transfer_store`; who would send weights to whom is planned in `weight_transfer` and
+`transfer_plan`.
+"""
+
+import time
+from typing import Any
+
+from dualmesh import environment
+from dualmesh.errors import (
+    AgreementError,
+    ArgumentError,
+    BackendError,
+    GroupTimeoutError,
+    RankError,
+    StaleStateError,
+    listed,
+)
+from dualmesh.group_options import checked_timeout
+from dualmesh.resolution import positive, whole
+from dualmesh.session import driver_for
+from dualmesh.transfer_carriers import Carrier
+from dualmesh.transfer_store import Door, address_of, door_to, hold, let_go, reachable
+
+NO_NATIVE = (
+    "TransferGroup {name!r}: no process group joins its ranks, of the backends {backends}. torch makes one where all "
+    "are torch; dm.transfer_link moves weights between any."
+)
+
+
+class TransferGroup:
+    """This process' place in a transfer group, of one generation; made by `dualmesh.transfer_group`.
+
+    Attributes:
+        name: The group's name.
+        rank: This process' rank in it.
+        size: How many ranks it has.
+        generation: How often the group was made in the life of its store, this time included.
+        hosts: Where each rank can be reached, by rank.
+        told: What each rank said when it joined, by rank.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, address: tuple[str, int], carrier: Carrier) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self.generation = 0
+        self.hosts: list[str] = []
+        self.told: list[Any] = []
+        self._address, self._carrier = address, carrier
+        self._door: Door | None = None
+        self._life = ""
+        self._native: Any = None
+        self._ended = ""
+        self._holds = rank == 0 and hold(address[1])
+
+    @property
+    def process_group(self) -> Any:
+        """The native group (torch: `ProcessGroup`), in which index i is transfer rank i.
+
+        Raises:
+            StaleStateError: The group was closed or replaced.
+            BackendError: There is none, as not all ranks are torch.
+        """
+        self._require_own("process_group")
+        if self._native is not None and not self._carrier.is_live(self._native):
+            raise self._stale("process_group", "its process group ended, with the world of this process")
+        if self._native is None:
+            raise BackendError(NO_NATIVE.format(name=self.name, backends=listed(dict.fromkeys(self.backends))))
+        return self._native
+
+    @property
+    def backends(self) -> list[str]:
+        """The backend of each rank."""
+        return [one["backend"] for one in self._offers]
+
+    @property
+    def has_process_group(self) -> bool:
+        """Whether a native group joins all ranks."""
+        return self._native is not None
+
+    def require_live(self, where: str) -> None:
+        """Refuse use after a rank left, or asked for the next generation. *Local*: asks the store.
+
+        Raises:
+            StaleStateError: Who did so is named.
+        """
+        self._require_own(where)
+        try:
+            found = self._door.ask("look", self.name) if self._door else {}
+        except OSError as error:
+            raise self._stale(where, f"it lost its store at {self._address[0]}:{self._address[1]} ({error})") from error
+        if found.get("life") != self._life or found["generation"] != self.generation:
+            raise self._stale(where, f"it was replaced by generation {found.get('generation')}")
+        if found["lost"] or found["waiting"]:
+            gone = f"rank {listed(found['lost'])} left" if found["lost"] else ""
+            back = f"rank {listed(found['waiting'])} waits for the next generation" if found["waiting"] else ""
+            raise self._stale(where, ", and ".join(part for part in (gone, back) if part))
+
+    def join(self, said: Any, timeout_s: float) -> "TransferGroup":
+        """Wait for the others and make the native group. *Collective*; called once, by `dualmesh.transfer_group`."""
+        where, deadline = f"transfer_group {self.name!r}", time.monotonic() + timeout_s
+        offer = {"backend": self._carrier.backend, **self._carrier.offer(self.rank)}
+        while True:
+            self._door = door_to(where, *self._address, deadline)
+            if self._ended:  # another thread of this process asked for the next generation
+                self._door.close()
+                raise self._stale(where, self._ended)
+            left = max(deadline - time.monotonic(), 0.0)
+            try:
+                answer = self._door.ask("join", self.name, left, rank=self.rank, size=self.size, said=[offer, said])
+                break
+            except OSError:  # the store's process ended; it may start anew
+                self._door.close()
+        if "problem" in answer:
+            raise AgreementError(
+                f"{where}: {answer['problem']} Give every process the same size and a rank of its own.",
+                rank=self.rank,
+            )
+        if "generation" not in answer:
+            raise self._incomplete(where, answer["came"], answer["gone"], timeout_s)
+        self.generation, self._life = answer["generation"], answer["life"]
+        self.hosts = [reachable(host, self._address[0]) for host, _ in answer["told"]]
+        self._offers = [one[0] for _, one in answer["told"]]
+        self.told = [one[1] for _, one in answer["told"]]
+        self._native = self._made(where, max(deadline - time.monotonic(), 1.0))
+        return self
+
+    def close(self) -> None:
+        """Leave the group and end its native group. *Local*; idempotent."""
+        self.end("it was closed")
+
+    def end(self, how: str) -> None:
+        """Leave for a reason, which later uses are told. *Local*; idempotent."""
+        if self._ended:
+            return
+        self._ended = how
+        if _current.get(self.key) is self:
+            del _current[self.key]
+        self._carrier.end(self._native)
+        self._native = None
+        if self._door is not None:
+            self._door.close()
+        if self._holds:
+            let_go(self._address[1])
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a next generation of this process takes the place of."""
+        return (self.name, self.rank, *self._address)
+
+    def __enter__(self) -> "TransferGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        life = self._ended or "live"
+        return f"<TransferGroup {self.name!r}, rank {self.rank} of {self.size}, generation {self.generation}, {life}>"
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _incomplete(self, where: str, came: list[int], gone: list[int], timeout_s: float) -> GroupTimeoutError:
+        missing = sorted(set(range(self.size)) - {*came, *gone})
+        who = f"transfer rank {listed(missing)}" if missing else "some that came earlier and gave up"
+        earlier = f", and earlier, then gone: {listed(gone)}" if gone else ""
+        return GroupTimeoutError(
+            f"{where}: {who} did not come within {timeout_s:g} s, of {self.size} that must all call it. Who came: "
+            f"{listed(came)}{earlier}. Call it on all of them at about the same time, or raise timeout_s.",
+            missing=tuple(missing),
+            timeout_s=timeout_s,
+        )
+
+    def _made(self, where: str, timeout_s: float) -> Any:
+        if len(set(self.backends)) > 1:
+            return None
+        name = f"dualmesh/transfer/{self.name}/{self._life}/{self.generation}"
+        try:
+            return self._carrier.join(name, self.rank, self.hosts, self._offers, timeout_s)
+        except RuntimeError as error:
+            if isinstance(error, AgreementError):
+                raise
+            lost = self._door.ask("look", self.name)["lost"] if self._door else []
+            raise GroupTimeoutError(
+                f"{where}: the process group of generation {self.generation} could not be made on transfer rank "
+                f"{self.rank}: {error}. Transfer ranks that left: {listed(lost)}. Call it again on all.",
+                missing=tuple(lost),
+                timeout_s=timeout_s,
+            ) from error
+
+    def _require_own(self, where: str) -> None:
+        if self._ended:
+            raise self._stale(where, self._ended)
+
+    def _stale(self, where: str, what: str) -> StaleStateError:
+        return StaleStateError(
+            f"{where}: TransferGroup {self.name!r}, rank {self.rank}, generation {self.generation}: {what}. Call "
+            f"dm.transfer_group({self.name!r}, ...) again on all its ranks.",
+            group=self,
+        )
+
+
+_current: dict[tuple[Any, ...], TransferGroup] = {}
+"""The groups of this process that were not closed."""
+
+
+def transfer_group(
+    name: str,
+    *,
+    rank: int,
+    size: int,
+    store: str,
+    said: Any = None,
+    timeout_s: float | None = None,
+    backend: str | None = None,
+) -> TransferGroup:
+    """Join a group of processes of several worlds, in a rank space of its own. *Collective over its ranks.*
+
+    A process keeps its own world, or has none. Called again, as after one side restarted, the next generation takes the
+    old one's place; what is left of that raises `StaleStateError` where it is used.
+
+    Args:
+        name: The group's name, the same in all its processes.
+        rank: This process' rank in the group, 0 to size - 1.
+        size: How many processes join.
+        store: "tcp://host:port", where they meet: transfer rank 0 serves there, unless a `dm.TransferStore` does.
+        said: Plain data (JSON) that the others find in `told`.
+        timeout_s: How long to wait for the others, in seconds; None: as for states.
+        backend: As in `init_distributed`: the framework whose native group joins the ranks, where all have it.
+
+    Raises:
+        ArgumentError: The name or the address is none.
+        RankError: The rank is not in the group.
+        AgreementError: Processes said different sizes or communication backends, or one rank twice.
+        GroupTimeoutError: Ranks did not come in time; the message names them.
+        SessionError: Nobody serves at the address.
+
+    >>> import dualmesh as dm
+    >>> with dm.TransferStore() as store:
+    ...     address = f"tcp://localhost:{store.port}"
+    ...     with dm.transfer_group("weights", rank=0, size=1, store=address, backend="sim") as group:
+    ...         group.generation
+    1
+    """
+    where = "transfer_group"
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(f"{where}: name={name!r}. Give a non-empty text.", name=name)
+    count = positive(where, "size", size)
+    number = whole(rank)
+    if number is None or not 0 <= number < count:
+        raise RankError(f"{where} {name!r}: rank {rank!r} is none of its ranks. Ranks: 0..{count - 1}.", rank=rank)
+    address = address_of(where, store)
+    limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
+    old = _current.get((name, number, *address))
+    group = TransferGroup(
+        name, number, count, address, driver_for(backend).transfer_carrier()
+    )  # holds the store before the old lets go
+    if old is not None:  # the new one holds the store by now, so that it goes on
+        old.end("it was replaced: this process asked for the next generation")
+    _current[group.key] = group
+    try:
+        return group.join(said, limit)
+    except BaseException:
+        group.close()
+        raise
