@@ -156,7 +156,7 @@ def _backward(cotangent: Tensor, forward: Call, party: Party, site: str | None) 
 
 def _site() -> str | None:
     """Return the line to remember for backward, or None."""
-    return call_site("torch") if switch.on and not torch.compiler.is_compiling() else None
+    return call_site("torch") if not torch.compiler.is_compiling() and switch.on else None
 
 
 class _Linear(torch.autograd.Function):

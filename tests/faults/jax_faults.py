@@ -118,26 +118,29 @@ def leaves_out(process):
 ENDED = ("State 'base': shard_map of total", HERE, "exit code 70")
 
 
-@fault("process 1 never comes to a program; the one that waits is ended", "GroupTimeoutError", *ENDED,
-       "has waited for 2 s, and process 1 is not in it", timeout_s=SHORT_S, exit_code=70,
-       at={1: ("", ())})  # fmt: skip
+@fault("process 0 never comes to a program; the one that waits is ended", "GroupTimeoutError", *ENDED,
+       "has waited for 2 s, and process 0 is not in it", timeout_s=SHORT_S, exit_code=70,
+       at={0: ("", ())})  # fmt: skip
 def never_comes(process):
     state_of(SHORT_S)
     program, x = total()
     program(x)
     if process:
-        time.sleep(SHORT_S + 3)
-    else:
         program(x)
+    else:
+        time.sleep(SHORT_S + 3)
 
 
-@fault("process 1 gives a program another shape; those that wait are ended", "GroupTimeoutError", *ENDED, "float32[8]",
-       "float32[4]", timeout_s=SHORT_S, exit_code=70)  # fmt: skip
+@fault("process 1 gives a program another shape and waits; it is ended", "GroupTimeoutError", *ENDED, "float32[8]",
+       "process 0 is not in it", timeout_s=SHORT_S, exit_code=70, at={0: ("", ())})  # fmt: skip
 def waits_for_another_shape(process):
     state_of(SHORT_S)
     program, x = total(8 if process else 4)
     program(x)
-    program(x)
+    if process:
+        program(x)
+    else:
+        time.sleep(SHORT_S + 3)
 
 
 # -- processes that die or do not come -----------------------------------------------------------------------------
