@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from dualmesh.distributed_holdings import Holdings
 from dualmesh.fabric import Fabric
 from dualmesh.federated_topology import FederatedTopology
 from dualmesh.session import driver_for
@@ -79,6 +80,8 @@ class DistributedFields:
     """What makes meshes and groups; None: that of the running world."""
     federated_topology: FederatedTopology | None = field(default=None, init=False, repr=False)
     """The plan of the federations, for any rank."""
+    _holdings: Holdings = field(default_factory=Holdings, init=False, repr=False, compare=False)
+    """What it made."""
 
     def is_node_setup(self) -> bool:
         """Tell whether the node is set. *Local.*"""
@@ -105,6 +108,31 @@ class DistributedFields:
 
     def _fabric(self) -> Fabric:
         return driver_for(None).fabric() if self.fabric is None else self.fabric
+
+    def _let_go(self) -> None:
+        """Release what was made and is in no field any more."""
+        handles = (*(self.federated_group or ()), *(self.replica_group or ()))
+        self._holdings.release_but(self.fsdp_mesh, self.hsdp_mesh, self.federation, *handles)
+
+    def _set_replica(self, topology: FederatedTopology | None, rank: int, mesh: Any) -> None:
+        if topology is None:
+            self.replica_local_rank = self.replica_local_size = self.replica_rank = self.replica_world_size = None
+            self.hsdp_mesh = None
+            return
+        self.replica_local_rank, self.replica_local_size = topology.shard_index(rank), topology.shard_size
+        self.replica_rank, self.replica_world_size = topology.replica_rank(rank), topology.replica_world_size
+        self.hsdp_mesh = mesh
+
+    def _set_federation(self, topology: FederatedTopology | None, rank: int) -> None:
+        self.federated_topology = topology
+        if topology is None:
+            self.federated_local_rank = self.federated_local_size = None
+            self.federated_rank = self.federated_world_size = None
+            self.is_sender = self.receive_from = None
+            return
+        self.federated_local_rank, self.federated_local_size = topology.federated_index(rank), topology.sizes
+        self.federated_rank, self.federated_world_size = topology.federated_rank(rank), topology.federated_world_size
+        self.is_sender, self.receive_from = topology.is_sender(rank), topology.receive_from(rank)
 
     def __str__(self) -> str:
         lines = [

@@ -1,7 +1,8 @@
 """`DistributedState`: one process' place among nodes, replicas and federations, with the groups and meshes it needs.
 
 Which ranks are together is planned in `federated_topology`; meshes and groups are made by a `Fabric`. Everything that
-can be wrong is refused before anything is made, and a refusal leaves the object as it was. Long, as it is one object.
+can be wrong is refused before anything is made, and a refusal leaves the object as it was. What it made is kept in
+`distributed_holdings`, and released once nothing here refers to it.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,6 @@ from dualmesh.errors import (
     listed,
 )
 from dualmesh.fabric import Fabric, create_device_mesh, device_kind
-from dualmesh.federated_topology import FederatedTopology
 from dualmesh.federation import FederatedSpec
 from dualmesh.layout import divisors
 from dualmesh.nodes import Nodes
@@ -152,12 +152,13 @@ class DistributedState(DistributedFields):
             SessionError: `set_global` was not called, or a world of several ranks is not running.
         """
         if mesh is None:
-            _, world = self._place("set_fsdp")
+            rank, world = self._place("set_fsdp")
             if world == 1 and not self._fabric().is_running():
                 return
-            rows = (tuple(range(world)),)
-            mesh = self._running("set_fsdp").make_mesh(rows, ("shard",), device_kind(self.device_type))
+            topology = FederatedSpec((world,)).resolve(world)
+            mesh = self._holdings.mesh(self._running("set_fsdp"), topology, rank, self.device_type)
         self.fsdp_mesh = mesh
+        self._let_go()
 
     def set_hsdp(self, hsdp: int) -> None:
         """Shard over replicas of `hsdp` consecutive ranks of the world. *Collective over the world.*
@@ -179,12 +180,14 @@ class DistributedState(DistributedFields):
                 hsdp=hsdp,
             )
         topology = FederatedSpec((world,), hsdp).resolve(world)
-        mesh = self._mesh(self._running("set_hsdp"), topology, rank)
+        mesh = self._holdings.mesh(self._running("set_hsdp"), topology, rank, self.device_type)
         self._set_replica(topology, rank, mesh)
+        self._let_go()
 
     def unset_hsdp(self) -> None:
-        """Forget replicas and their mesh; a federation keeps its groups and roles. *Local.*"""
+        """Forget replicas and release their mesh; a federation keeps its groups and roles. *Local.*"""
         self._set_replica(None, 0, None)
+        self._let_go()
 
     # -- federations -----------------------------------------------------------------------------------------------
 
@@ -201,36 +204,36 @@ class DistributedState(DistributedFields):
         """
         rank, world = self._place("set_federated_scaling")
         topology = FederatedSpec(federated_group_size, self.replica_local_size if hsdp is None else hsdp).resolve(world)
-        fabric = self._running("set_federated_scaling")
-        number = topology.federated_rank(rank)
-        handles = range(len(self.streams or (None,)))
+        fabric, made = self._running("set_federated_scaling"), self._holdings
+        number, count = topology.federated_rank(rank), len(self.streams or (None,))
+        ranks = topology.replica_group(rank)
         # Collective order: every rank makes the groups of one kind before those of the next.
-        federated = [
-            self._group(fabric, topology.federated_group(rank), f"federated group, instance {handle}")
-            for handle in handles
-        ]
-        replica = topology.replica_group(rank)
-        replicas = replica and [
-            self._group(fabric, replica, f"replica group of federation {number}, instance {handle}")
-            for handle in handles
-        ]
-        federation = self._group(fabric, topology.federation(rank), f"federation {number}")
-        mesh = self._mesh(fabric, topology, rank)
-        self.fsdp_mesh = mesh if replica is None else None
-        self._set_replica(None if replica is None else topology, rank, mesh)
+        with made.all_or_none():
+            federated = made.groups(fabric, topology.federated_group(rank), self.backend, "federated group", count)
+            what = f"replica group of federation {number}"
+            replicas = ranks and made.groups(fabric, ranks, self.backend, what, count)
+            federation = made.group(fabric, topology.federation(rank), self.backend, f"federation {number}")
+            mesh = made.mesh(fabric, topology, rank, self.device_type)
+        self.fsdp_mesh = mesh if replicas is None else None
+        self._set_replica(None if replicas is None else topology, rank, mesh)
         self._set_federation(topology, rank)
-        self.federated_group, self.federation = tuple(federated), federation
-        self.replica_group = None if replicas is None else tuple(replicas)
+        self.federated_group, self.replica_group, self.federation = federated, replicas, federation
+        self._let_go()
 
     def unset_federated_scaling(self) -> None:
-        """Forget federations, their groups, and the meshes and replicas inside them. *Local.*"""
+        """Forget federations, the meshes and replicas inside them, and release their groups. *Local.*
+
+        Groups that named states or other distributed states use too go on; a model laid out on a mesh made here does
+        not communicate any more.
+        """
         self._set_federation(None, 0)
         self._set_replica(None, 0, None)
         self.fsdp_mesh = None
         self.federated_group = self.replica_group = self.federation = None
+        self._let_go()
 
     def create_process_group(self, ranks: Iterable[int], group_desc: str | None = None) -> Any:
-        """Return a new group of ranks in the listed order. *Collective: only its ranks call it.*
+        """Return a new group of ranks in the listed order, the caller's to keep. *Collective: only its ranks call it.*
 
         Raises:
             SessionError: `set_global` was not called, or the world is not running.
@@ -245,7 +248,7 @@ class DistributedState(DistributedFields):
                 f"members call it.",
                 ranks=group,
             )
-        return self._group(self._running("create_process_group"), group, group_desc)
+        return self._running("create_process_group").make_group(group, self.backend or "", group_desc)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -263,33 +266,6 @@ class DistributedState(DistributedFields):
             )
         fabric.check_place(f"DistributedState.{where}", *self._place(where))
         return fabric
-
-    def _group(self, fabric: Fabric, ranks: tuple[int, ...], description: str | None) -> Any:
-        return fabric.make_group(ranks, self.backend or "", description)
-
-    def _mesh(self, fabric: Fabric, topology: FederatedTopology, rank: int) -> Any:
-        names = ("shard",) if topology.shard_size is None else ("replica", "shard")
-        return fabric.make_mesh(topology.mesh(rank), names, device_kind(self.device_type))
-
-    def _set_replica(self, topology: FederatedTopology | None, rank: int, mesh: Any) -> None:
-        if topology is None:
-            self.replica_local_rank = self.replica_local_size = self.replica_rank = self.replica_world_size = None
-            self.hsdp_mesh = None
-            return
-        self.replica_local_rank, self.replica_local_size = topology.shard_index(rank), topology.shard_size
-        self.replica_rank, self.replica_world_size = topology.replica_rank(rank), topology.replica_world_size
-        self.hsdp_mesh = mesh
-
-    def _set_federation(self, topology: FederatedTopology | None, rank: int) -> None:
-        self.federated_topology = topology
-        if topology is None:
-            self.federated_local_rank = self.federated_local_size = None
-            self.federated_rank = self.federated_world_size = None
-            self.is_sender = self.receive_from = None
-            return
-        self.federated_local_rank, self.federated_local_size = topology.federated_index(rank), topology.sizes
-        self.federated_rank, self.federated_world_size = topology.federated_rank(rank), topology.federated_world_size
-        self.is_sender, self.receive_from = topology.is_sender(rank), topology.receive_from(rank)
 
 
 def _choose(where: str, name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -63,6 +63,10 @@ class Fabric(ABC):
         """Return the ranks of a group, in index order. *Local.*"""
 
     @abstractmethod
+    def release(self, made: Any) -> None:
+        """End a mesh or group that was made here, and whatever communicators nobody else uses. *Local*; idempotent."""
+
+    @abstractmethod
     def make_streams(self, device: Any, count: int) -> tuple[Any, ...] | None:
         """Return streams on which groups communicate side by side, or None where devices have none. *Local.*"""
 
@@ -139,6 +143,9 @@ class ListedFabric(Fabric):
     def group_ranks(self, group: Any) -> tuple[int, ...]:
         ranks: Sequence[int] = group.ranks
         return tuple(ranks)
+
+    def release(self, made: Any) -> None:
+        """Do nothing: lists hold nothing. *Local.*"""
 
     def make_streams(self, device: Any, count: int) -> tuple[ListedStream, ...]:
         return tuple(ListedStream(str(device), number) for number in range(count))

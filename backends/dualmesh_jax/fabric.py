@@ -68,6 +68,9 @@ class JaxFabric(Fabric):
     def group_ranks(self, group: Any) -> tuple[int, ...]:
         return tuple(self._rank_of[device] for device in group.devices.flat)
 
+    def release(self, made: Any) -> None:
+        """Do nothing: a mesh holds no communicators. *Local.*"""
+
     def make_streams(self, device: Any, count: int) -> None:
         """Return None: JAX orders its own work."""
 

@@ -15,6 +15,7 @@ from dualmesh.errors import (
     ArgumentError,
     BackendError,
     DualmeshError,
+    GroupTimeoutError,
     MembershipError,
     RankError,
     SessionError,
@@ -461,3 +462,67 @@ def test_a_backend_without_a_fabric_says_so():
 
     with pytest.raises(BackendError, match=r"'bare' makes no meshes and groups.*DistributedState\(fabric=\.\.\.\)"):
         Bare().fabric()
+
+
+class Counted(ListedFabric):
+    """Lists, and which of them are held."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "held", [])
+        object.__setattr__(self, "fails_at", None)
+
+    def _kept(self, made):
+        self.held.append(made)
+        return made
+
+    def make_mesh(self, *given):
+        return self._kept(super().make_mesh(*given))
+
+    def make_group(self, ranks, backend, description):
+        if self.fails_at is not None and len(self.held) >= self.fails_at:
+            raise GroupTimeoutError("a rank did not come")
+        return self._kept(super().make_group(ranks, backend, description))
+
+    def release(self, made):
+        self.held[:] = [one for one in self.held if one is not made]
+
+
+def counted(**placed):
+    fabric = Counted()
+    state = DistributedState(fabric=fabric)
+    state.set_global(**GLOBAL | {"rank": 5, "world_size": 8} | placed)
+    return state, fabric
+
+
+def test_what_a_state_forgets_or_replaces_is_released_and_what_others_gave_or_asked_for_is_not():
+    state, fabric = counted()
+    own = state.create_process_group((5, 1))
+    state.set_fsdp()
+    state.set_fsdp()
+    state.set_hsdp(2)
+    assert [own, state.fsdp_mesh, state.hsdp_mesh] == fabric.held
+    for sizes in ((4, 4), (2, 6)):
+        state.set_federated_scaling(sizes)
+        kept = [*state.federated_group, *state.replica_group, state.federation, state.hsdp_mesh]
+        assert [own, *kept] == fabric.held
+    state.unset_hsdp()
+    assert [own, *state.federated_group, *state.replica_group, state.federation] == fabric.held
+    state.unset_federated_scaling()
+    assert [own] == fabric.held
+    brought = fabric.make_mesh(((4, 5),), ("shard",), "cpu")
+    state.set_fsdp(brought)
+    state.unset_federated_scaling()
+    assert [own, brought] == fabric.held
+
+
+@pytest.mark.parametrize("made", range(3))
+def test_federations_that_cannot_be_made_leave_nothing_behind(made):
+    state, fabric = counted()
+    state.set_fsdp()
+    before = snapshot(state)
+    fabric.fails_at = 1 + made
+    with pytest.raises(GroupTimeoutError):
+        state.set_federated_scaling((4, 4), hsdp=2)
+    assert before == snapshot(state)
+    assert [state.fsdp_mesh] == fabric.held

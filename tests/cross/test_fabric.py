@@ -54,6 +54,7 @@ def federated(world_size, sizes, hsdp):
     here = dm.init_distributed().local_ranks
     for rank in here:
         state = placed(rank, world_size)
+        held = set(dm.groups_in_use())
         state.set_federated_scaling(sizes, hsdp=hsdp)
         groups = {
             "federated": state.federated_group[0],
@@ -69,7 +70,10 @@ def federated(world_size, sizes, hsdp):
             fabric.mesh_rows(state.hsdp_mesh if hsdp else state.fsdp_mesh),
             (state.is_sender, state.receive_from),
             str(state),
+            len(set(dm.groups_in_use()) - held),
         )
+        state.unset_federated_scaling()
+        assert set(dm.groups_in_use()) == held
     return found
 
 
@@ -82,7 +86,7 @@ def test_groups_of_federations_sum_the_values_of_their_ranks(backend, world_size
     for one in worlds()[backend](federated, world_size, sizes, hsdp, world_size=world_size):
         answers.update(one)
     assert sorted(answers) == list(range(world_size))
-    for rank, (groups, rows, roles, text) in answers.items():
+    for rank, (groups, rows, roles, text, made) in answers.items():
         wanted = {
             "federated": topology.federated_group(rank),
             "replica": topology.replica_group(rank),
@@ -93,6 +97,7 @@ def test_groups_of_federations_sum_the_values_of_their_ranks(backend, world_size
         assert rows == topology.mesh(rank)
         assert roles == (topology.is_sender(rank), topology.receive_from(rank))
         assert f"federated_group: {list(wanted['federated'])}" in text
+        assert (made > 0) == (backend == "torch"), "and none is held once federations are unset"
 
 
 def sharded(world_size, hsdp):
