@@ -3,7 +3,7 @@
 Which spec each array gets is decided in `plan`; modules and registered trees are read by the backends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,20 +44,20 @@ class PlainModels(Models):
         remaining = iter(specs)
         return mapped(lambda leaf: self._described(leaf, next(remaining)), model)
 
-    def apply(self, model: Any, specs: Sequence[P], units: Sequence[str]) -> Any:
+    def apply(self, model: Any, specs: Sequence[P], units: Mapping[str, tuple[str, ...] | None]) -> Any:
         refuse_units("apply", units)
         remaining = iter(specs)
         return mapped(lambda leaf: self._state.arrays.distribute(leaf, next(remaining)), model)
 
     def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:
         model = fn(*args)
-        return self.apply(model, specs_of(model), ())
+        return self.apply(model, specs_of(model), {})
 
     def _described(self, leaf: Any, spec: P) -> AbstractArray:
         return AbstractArray(tuple(np.shape(leaf)), getattr(leaf, "dtype", type(leaf)), self._state.sharding(spec))
 
 
-def refuse_units(where: str, units: Sequence[str]) -> None:
+def refuse_units(where: str, units: Iterable[str]) -> None:
     """Refuse units where nothing wraps modules. *Pure.*"""
     if units:
         raise ArgumentError(

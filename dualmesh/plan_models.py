@@ -15,6 +15,7 @@ from dualmesh.plan_report import Report
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 
+Units = dict[str, tuple[str, ...] | None]
 LogicalNames = Mapping[str, Sequence[str | None]]
 
 
@@ -55,7 +56,7 @@ class ModelPlan(ABC):
         self,
         model: Any,
         *,
-        units: str | Iterable[str] = (),
+        units: str | Iterable[str] | Mapping[str, str | Iterable[str] | None] = (),
         names: LogicalNames | None = None,
         state: ParallelState | None = None,
     ) -> Any:
@@ -66,14 +67,15 @@ class ModelPlan(ABC):
         Args:
             units: Torch: patterns of module paths ("" is the model itself). The modules that match are wrapped by
                 FSDP2 (`fully_shard`), each over the axes that its parameters' specs name: the role "params", or
-                NAME_fsdp of a view. Axes beside these lay a parameter out before. Without units parameters are
-                DTensors on the state's array mesh.
+                NAME_fsdp of a view. {pattern: axes} says which axes these are where they are called otherwise; the
+                first pattern that matches counts, None means the usual ones. Axes beside these lay a parameter out
+                before. Without units parameters are DTensors on the state's array mesh.
             names: As in `shardings`.
 
         Raises: as `shardings`; also for a unit whose parameters are split over different axes.
         """
         owner = _ready("apply", state)
-        return owner.models.apply(model, self.specs_in(owner, model, names), words_of("apply", "units", units))
+        return owner.models.apply(model, self.specs_in(owner, model, names), units_of("apply", units))
 
     def specs_in(self, owner: ParallelState, model: Any, names: LogicalNames | None = None) -> list[P]:
         """Return the spec of every parameter, in the model's order, checked for a state. *Pure.*
@@ -91,6 +93,22 @@ class ModelPlan(ABC):
         report.refuse()
         specs = self.resolve(parameters, owner.topology)
         return [specs[path] for path, _, _ in parameters]
+
+
+def units_of(where: str, units: Any) -> Units:
+    """Return {pattern of module paths: the axes over which FSDP splits, or None for the usual ones}. *Pure.*
+
+    Raises:
+        ArgumentError: Something else than names was given.
+
+    >>> units_of("apply", ["layers.*", ""]), units_of("apply", {"experts": "efsdp"})
+    ({'layers.*': None, '': None}, {'experts': ('efsdp',)})
+    """
+    if not isinstance(units, Mapping):
+        return dict.fromkeys(words_of(where, "units", units))
+    words_of(where, "units", tuple(units))
+    named = {pattern: None if axes is None else words_of(where, "units", axes) for pattern, axes in units.items()}
+    return {pattern: axes or None for pattern, axes in named.items()}
 
 
 def init_sharded(

@@ -233,8 +233,12 @@ class Models(ABC):
         """Return such a tree of what has the shapes, dtypes and shardings of the arrays, and no memory."""
 
     @abstractmethod
-    def apply(self, model: Any, specs: Sequence[P], units: Sequence[str]) -> Any:
-        """Return the model laid out over the ranks; `units` are patterns of modules that a wrapper gathers as one."""
+    def apply(self, model: Any, specs: Sequence[P], units: Mapping[str, tuple[str, ...] | None]) -> Any:
+        """Return the model laid out over the ranks.
+
+        `units` are patterns of modules that a wrapper gathers as one, each with the axes that the wrapper splits over,
+        or None for the usual ones.
+        """
 
     @abstractmethod
     def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:

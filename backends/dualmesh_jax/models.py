@@ -7,7 +7,7 @@ What one array's sharding is, is in `state`; plans are in `dualmesh.plan`.
 # jax leaves some of its public functions unannotated.
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,7 +44,7 @@ class JaxModels(Models):
         pairs = zip(self.parameters(model), map(self._state.sharding, specs), strict=True)
         return self.filled(model, [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for (_, x), s in pairs])
 
-    def apply(self, model: Any, specs: Sequence[P], units: Sequence[str]) -> Any:
+    def apply(self, model: Any, specs: Sequence[P], units: Mapping[str, tuple[str, ...] | None]) -> Any:
         refuse_units("apply", units)
         pairs = zip(self.parameters(model), specs, strict=True)
         return self.filled(model, [self._state.arrays.distribute(x, spec) for (_, x), spec in pairs])

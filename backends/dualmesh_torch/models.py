@@ -42,7 +42,7 @@ class TorchModels(PlainModels):
         found = [self._empty(leaf, spec, "meta") for leaf, spec in zip(leaves, specs, strict=True)]
         return self.filled(model, found)
 
-    def apply(self, model: Any, specs: Sequence[P], units_: Sequence[str]) -> Any:
+    def apply(self, model: Any, specs: Sequence[P], units_: Mapping[str, tuple[str, ...] | None]) -> Any:
         if not isinstance(model, nn.Module):
             return super().apply(model, specs, units_)
         specs_of = {parameter: spec for (_, parameter), spec in zip(self.parameters(model), specs, strict=True)}

@@ -15,16 +15,28 @@ from dualmesh.errors import ShardingError, listed
 from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, split_axes
 from dualmesh.paths import Pattern
+from dualmesh.topology import Axis, Topology
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 REST = "_fsdp"
-"""How the axis of a view ends that is left for sharding parameters beside NAME."""
+"""How the axis of a view ends that shards parameters beside NAME, where nothing else is said."""
+
+REPLICAS = "_replicate"
+"""How the axis may be called that counts the replicas of a view NAME."""
 
 NOT_SPLIT = (
     "apply: FSDP2 splits every parameter of a unit over {axes}, but {path!r} has {spec!r}. Name the axes in one dim, "
     "fastest there: dm.P({example!r}); or leave its module out of the units."
+)
+NO_REST = (
+    "apply: {path!r} has {spec!r}, and no axis of view {view!r} is called NAME_fsdp. Axes: {axes}. Say which one FSDP2 "
+    "splits over, units={{'{unit}': 'axis'}}, or leave its module out of the units."
+)
+SPANNED = (
+    "apply: view {view!r} spans {kept}, over which parameters have replicas (role 'replicate'), and no axis of it "
+    "counts them alone. Factor the view so that one does, or lay it over the other axes."
 )
 MIXED = (
     "apply: the unit {unit!r} holds parameters for two meshes: {first!r} is split over {one}, {second!r} over {other}. "
@@ -40,7 +52,7 @@ class _Split(NamedTuple):
     """How one parameter of a unit is split."""
 
     axes: tuple[str, ...]
-    """Over which FSDP splits it, expanded."""
+    """Over which FSDP splits it, as they are called."""
     dim: int
     before: dict[str, int]
     """{axis: dim} over which it is a DTensor before."""
@@ -50,7 +62,7 @@ class _Split(NamedTuple):
 def wrapped(
     model: nn.Module,
     specs: Mapping[nn.Parameter, P],
-    units: Sequence[str],
+    units: Mapping[str, tuple[str, ...] | None],
     state: "TorchState",
     clean: Callable[[str], str],
 ) -> nn.Module:
@@ -63,31 +75,41 @@ def wrapped(
     chosen = list(_chosen(model, units, clean))
     plans = []
     managed: set[nn.Parameter] = set()
-    for path, unit in chosen:
+    for path, unit, asked in chosen:
         own = {clean(f"{path}.{name}" if path else name): p for name, p in unit.named_parameters() if p not in managed}
         managed |= set(own.values())
-        plans.append((unit, _plan(path, {where: (p, specs[p]) for where, p in own.items()}, state)))
+        plans.append((unit, _plan(path, {where: (p, specs[p]) for where, p in own.items()}, asked, state)))
     for unit, splits in plans:
         _wrap(unit, splits, state)
     return model
 
 
-def _chosen(model: nn.Module, units: Sequence[str], clean: Callable[[str], str]) -> Iterator[tuple[str, nn.Module]]:
+def _chosen(
+    model: nn.Module, units: Mapping[str, tuple[str, ...] | None], clean: Callable[[str], str]
+) -> Iterator[tuple[str, nn.Module, tuple[str, ...] | None]]:
+    """Yield (path, module, the axes asked for it), inner ones first."""
     named = [(clean(name), module) for name, module in model.named_modules()]
     for text in units:
         if not any(Pattern(text).matches(path) for path, _ in named):
             raise ShardingError(f"apply: the unit {text!r} matches no module. Modules: {listed(p for p, _ in named)}.")
-    found = [pair for pair in named if any(Pattern(text).matches(pair[0]) for text in units)]
-    yield from sorted(found, key=lambda pair: -(pair[0].count(".") + (pair[0] != "")))
+    found = []
+    for path, module in named:
+        first = next((text for text in units if Pattern(text).matches(path)), None)
+        if first is not None:
+            found.append((path, module, units[first]))
+    yield from sorted(found, key=lambda one: -(one[0].count(".") + (one[0] != "")))
 
 
 def _plan(
-    unit: str, parameters: Mapping[str, tuple[nn.Parameter, P]], state: "TorchState"
+    unit: str,
+    parameters: Mapping[str, tuple[nn.Parameter, P]],
+    asked: tuple[str, ...] | None,
+    state: "TorchState",
 ) -> dict[nn.Parameter, _Split]:
     splits: dict[nn.Parameter, _Split] = {}
     first: tuple[str, _Split] | None = None
     for path, (parameter, spec) in parameters.items():
-        split = splits[parameter] = _split(path, spec, state)
+        split = splits[parameter] = _split(unit, path, spec, asked, state)
         first = first or (path, split)
         if split.axes != first[1].axes:
             raise ShardingError(
@@ -100,16 +122,22 @@ def _plan(
     return splits
 
 
-def _split(path: str, spec: P, state: "TorchState") -> _Split:
+def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: "TorchState") -> _Split:
     topology = state.topology
-    view = next((name for name, one in topology.spec.named_views if set(one.axes) & set(spec.axes)), None)
-    if view is None:
-        named: tuple[str, ...] = topology.role("params")
-    else:
-        named = tuple(name for name in topology.spec.views[view].axes if name.endswith(REST))
+    used = {*expanded(topology, spec.axes), *expanded(topology, asked or ())}
+    view = next((name for name, one in topology.spec.named_views if set(one.axes) & used), None)
+    order = state.meshes.grid_of(view)
+    named = asked or (topology.role("params") if view is None else _rest(topology, view))
+    if not named:
+        raise ShardingError(
+            NO_REST.format(
+                view=view, axes=listed(topology.spec.views[view or ""].axes), path=path, spec=spec, unit=unit
+            ),
+            path=path,
+            spec=spec,
+        )
     axes = expanded(topology, named)
     large = tuple(name for name in axes if topology.size(name) > 1)
-    order = [name for name in (topology.base_axes if view is None else topology.spec.views[view].axes)]
     dim: int | None = None
     before: dict[str, int] = {}
     for place, entry in enumerate(spec.entries):
@@ -121,58 +149,77 @@ def _split(path: str, spec: P, state: "TorchState") -> _Split:
                 AGAINST.format(path=path, spec=spec, dim=place, axes=listed(inside), order=listed(order)), spec=spec
             )
         before |= dict.fromkeys(inside, place)
-    if (dim is None and large) or set(before) & set(axes):
+    kept = expanded(topology, topology.spec.roles.get("replicate", ()))
+    if (dim is None and large) or set(before) & {*axes, *kept}:
         raise ShardingError(
             NOT_SPLIT.format(axes=listed(axes), path=path, spec=spec, example=named[0] if len(named) == 1 else named),
             path=path,
             spec=spec,
         )
-    return _Split(axes, dim or 0, before, view)
+    return _Split(named, dim or 0, before, view)
+
+
+def _rest(topology: Topology, view: str) -> tuple[str, ...]:
+    return tuple(name for name in topology.spec.views[view].axes if name.endswith(REST))
 
 
 def _wrap(unit: nn.Module, splits: Mapping[nn.Parameter, _Split], state: "TorchState") -> None:
     if not splits:
         fully_shard(unit, mesh=state.fsdp_mesh)
         return
-    one = next(iter(splits.values()))
-    fsdp, other = _meshes(one, state)
+    fsdp, other = _meshes(list(splits.values()), state)
     dims: dict[nn.Parameter, int] = {}
     for owner in unit.modules():
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             split = splits.get(parameter)
             if split is None:
                 continue
-            placed = _before(parameter, split, other)
+            called = {state.meshes.dim_name(axis): dim for axis, dim in split.before.items()}
+            placed = _before(parameter, called, other)
             if placed is not parameter:
                 setattr(owner, name, placed)
             dims[placed] = split.dim
     fully_shard(unit, mesh=fsdp, shard_placement_fn=lambda parameter: Shard(dims[parameter]))
 
 
-def _before(parameter: nn.Parameter, split: _Split, mesh: DeviceMesh | None) -> nn.Parameter:
+def _before(parameter: nn.Parameter, dims: Mapping[str, int], mesh: DeviceMesh | None) -> nn.Parameter:
     """Return the parameter laid out over the axes beside FSDP's; as it is where there are none."""
-    if mesh is None or not split.before:
+    if mesh is None or not dims:
         return parameter
-    names = mesh.mesh_dim_names or ()
-    placements = [Shard(split.before[name]) if name in split.before else Replicate() for name in names]
+    placements = [Shard(dims[name]) if name in dims else Replicate() for name in mesh.mesh_dim_names or ()]
     found = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
     placed = nn.Parameter(found.detach(), requires_grad=parameter.requires_grad)
     placed.__dict__.update(parameter.__dict__)
     return placed
 
 
-def _meshes(split: _Split, state: "TorchState") -> tuple[DeviceMesh, DeviceMesh | None]:
+def _meshes(splits: Sequence[_Split], state: "TorchState") -> tuple[DeviceMesh, DeviceMesh | None]:
     """Return FSDP's mesh and the one of the axes beside it, cut from one root as FSDP2 wants."""
+    topology, (named, _, _, view) = state.topology, splits[0]
+    used = {name for split in splits for name in split.before}
+    others = [name for name in state.meshes.grid_of(view) if name in used]
+    beside = state.submesh(*others) if others else None
+    if view is None and named == topology.role("params"):
+        return state.fsdp_mesh, beside
+    replicas, shard = _replicas(view, state), named[0] if len(named) == 1 else named
+    return state.meshes.cut((shard,) if replicas is None else (replicas, shard)), beside
+
+
+def _replicas(view: str | None, state: "TorchState") -> Axis | None:
+    """Return the axis that counts the replicas of what a view shards, None where there are none.
+
+    Raises:
+        ShardingError: The view mixes them with what it shards over.
+    """
     topology = state.topology
-    if split.view is None:
-        others = [n for n in topology.base_axes if topology.size(n) > 1 and n not in split.axes]
-        others = [n for n in others if n not in expanded(topology, topology.spec.roles.get("replicate", ()))]
-        return state.fsdp_mesh, state.submesh(*others) if others else None
-    view = topology.spec.views[split.view].axes
-    names = tuple(sorted(view, key=lambda name: tuple(view).index(name)))
-    root = state.submesh(*names)
-    called = {name: state.meshes.dim_name(name) for name in names}
-    replicas = tuple(n for n in names if n.endswith("_replicate") and topology.size(n) > 1)
-    others = [n for n in names if n not in split.axes and not n.endswith("_replicate") and topology.size(n) > 1]
-    fsdp = root[tuple(called[name] for name in (*replicas, *split.axes))]
-    return fsdp, root[tuple(called[name] for name in others)] if others else None
+    kept = expanded(topology, topology.spec.roles.get("replicate", ()))
+    if topology.size(kept) == 1:
+        return None
+    called = f"{view}{REPLICAS}"
+    alike = [called] if called in topology.axis_names else []
+    for name in (*alike, *state.meshes.grid_of(view)):
+        if topology.layout(name) == topology.layout(kept):
+            return name
+    if not set(kept) <= set(state.meshes.grid_of(view)):
+        raise ShardingError(SPANNED.format(view=view, kept=listed(kept)), view=view)
+    return kept

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
+from dualmesh.partition_spec import canonical
 from tests.worlds import torch_world
 
 SLOW_S = 300.0
@@ -140,7 +141,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing():
     assert found.keys() == {"size", "unit", "order", "other"}
 
 
-def experts(seed=4):
+def experts(seed=4, axis="ep"):
     import torch
     from torch import nn
 
@@ -155,8 +156,8 @@ def experts(seed=4):
             weight = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
             if weight.shape[0] == 4:
                 return torch.tanh(torch.einsum("bi,eij->ebj", x, weight)).sum(0)
-            rows = dm.ops.all_gather(x, "ep")
-            return dm.ops.reduce_scatter(torch.tanh(torch.einsum("bi,eij->ebj", rows, weight)).sum(0), "ep")
+            rows = dm.ops.all_gather(x, axis)
+            return dm.ops.reduce_scatter(torch.tanh(torch.einsum("bi,eij->ebj", rows, weight)).sum(0), axis)
 
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 8).double(), Experts(), nn.Linear(8, 8).double())
@@ -167,25 +168,50 @@ EXPERTS = dm.ShardingPlan(
 )
 
 
-def trained(steps):
-    """Train on this rank's rows; return all parameters, and the local shape of the experts."""
+USUAL = dm.parallel_spec(dp_replicate_size=1, dp_shard_size=2, ulysses_size=2, ep_size=2)
+ROLES = {"data": ("rep", "all"), "params": ("all",), "loss": ("rep", "all"), "replicate": ("rep",)}
+FREE = {
+    "usual": (USUAL, EXPERTS, ("1", ""), "ep", (2, 4, 8)),
+    "free names": (
+        dm.TopologySpec({"rep": 1, "all": 4}, views={"v": dm.View(("all",), {"few": 2, "mine": 2})}, roles=ROLES),
+        dm.ShardingPlan({"1.weight": dm.P("mine", "few"), "*.weight": dm.P(None, "all"), "**": dm.P("all")}),
+        {"1": "few", "": None},
+        "mine",
+        (2, 4, 8),
+    ),
+    "free names and replicas": (
+        dm.TopologySpec({"rep": 2, "all": 2}, views={"v": dm.View(("all",), {"few": 1, "mine": 2})}, roles=ROLES),
+        dm.ShardingPlan({"1.weight": dm.P("mine", "few"), "*.weight": dm.P(None, "all"), "**": dm.P("all")}),
+        {"1": "few", "": None},
+        "mine",
+        (2, 8, 8),
+    ),
+}
+
+
+def trained(steps, spec, plan, units, axis):
+    """Train on this rank's rows; return all parameters, the local shape of the experts, misread layouts."""
     import torch
 
-    spec = dm.parallel_spec(dp_replicate_size=1, dp_shard_size=2, ulysses_size=2, ep_size=2)
     state = dm.init_parallel_state(spec=spec)
-    net = EXPERTS.apply(experts(), units=("1", ""))
+    whole = experts(axis=axis)
+    specs = {path: plan.spec_of(path, value.shape, state.topology) for path, value in whole.named_parameters()}
+    net = plan.apply(whole, units=units)
     dm.sum_gradients(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(steps):
         x, y = batch(step)
-        index, size = state.index("dp_sp"), state.size("dp_sp")
+        index, size = state.index("world"), state.size("world")
         mine = slice(index * 8 // size, (index + 1) * 8 // size)
         optimizer.zero_grad()
         loss = ((net(x[mine]) - y[mine]) ** 2).sum()
         objective, _ = dm.token_mean(loss, 8 // size)
         objective.backward()
         optimizer.step()
-    return {name: dm.to_numpy(p) for name, p in net.named_parameters()}, tuple(net[1].weight.to_local().shape)
+    found = {name: dm.to_numpy(p) for name, p in net.named_parameters()}
+    read = {name: state.spec_of(p) for name, p in net.named_parameters()}
+    wrong = {name: spec for name, spec in read.items() if spec != canonical(state.topology, specs[name])}
+    return found, tuple(net[1].weight.to_local().shape), wrong
 
 
 def batch(step):
@@ -208,13 +234,54 @@ def trained_in_one_process(steps):
     return {name: p.detach().numpy() for name, p in net.named_parameters()}
 
 
-def test_fsdp2_with_experts_on_their_view_trains_as_one_process_does():
+@pytest.mark.parametrize("name", FREE)
+def test_fsdp2_with_experts_on_their_view_trains_as_one_process_does(name):
+    *given, local = FREE[name]
     (wanted,) = torch_world(trained_in_one_process, 2, world_size=1)
-    for found, shape in torch_world(trained, 2, world_size=4, timeout_s=SLOW_S):
-        assert shape == (2, 4, 8)
+    for found, shape, wrong in torch_world(trained, 2, *given, world_size=4, timeout_s=SLOW_S):
+        assert shape == local
+        assert wrong == {}
         assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-11, atol=1e-12, err_msg=name)
+        for path, value in wanted.items():
+            np.testing.assert_allclose(found[path], value, rtol=1e-11, atol=1e-12, err_msg=path)
+
+
+def refused_units(cases):
+    """Return what is said of units whose axes are not known or do not fit, and whether nothing was wrapped."""
+    import torch
+
+    said = []
+    for name, (spec, weight, units) in cases.items():
+        dm.init_parallel_state(spec=spec, name=name)
+        net = experts(axis="mine")
+        plan = dm.ShardingPlan({"1.weight": weight, "*.weight": dm.P(None, "all"), "**": dm.P("all")})
+        with dm.use_parallel_state(name):
+            try:
+                plan.apply(net, units=units)
+            except dm.DualmeshError as error:
+                said.append(str(error))
+        assert all(type(parameter) is torch.nn.Parameter for parameter in net.parameters())
+    return said
+
+
+def test_units_on_axes_of_any_name_are_told_theirs_or_refused_by_name():
+    free, spanned = (
+        dm.TopologySpec({"rep": 2, "all": 2}, views={"v": dm.View(over, axes)}, roles=ROLES)
+        for over, axes in ((("all",), {"few": 1, "mine": 2}), (("rep", "all"), {"mine": 4, "few": 1}))
+    )
+    cases = {
+        "unsaid": (free, dm.P("mine", "few"), ("1", "")),
+        "unknown": (free, dm.P("mine", "few"), {"1": "fw", "": None}),
+        "elsewhere": (free, dm.P("mine", "few"), {"1": "all", "": None}),
+        "spanned": (spanned, dm.P("mine", "few"), {"1": "few", "": None}),
+    }
+    for said in torch_world(refused_units, cases, world_size=4, timeout_s=SLOW_S):
+        unsaid, unknown, elsewhere, spanned = said
+        assert "no axis of view 'v' is called NAME_fsdp" in unsaid
+        assert "units={'1': 'axis'}" in unsaid
+        assert "no axis 'fw'" in unknown
+        assert "FSDP2 splits every parameter of a unit over all, but '1.weight' has P('mine', 'few')" in elsewhere
+        assert "view 'v' spans rep" in spanned
 
 
 def beside_tp():
