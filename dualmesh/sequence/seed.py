@@ -75,7 +75,7 @@ def slice_input_tensor_scale_grad(x: Any, dim: int, group: Any = None, scale_gra
         group: What it is split over; None: ulysses.
     """
     axis = _axis(group, "ulysses")
-    x = ops.enter(_scaled(x, 1 / ops.axis_size(axis)) if scale_grad else x, axis)
+    x = ops.enter(scaled_gradient(x, 1 / ops.axis_size(axis)) if scale_grad else x, axis)
     return ops.take_block(x, axis, dim)
 
 
@@ -101,7 +101,7 @@ def gather_outputs(
         lengths: The length of every index' part; None: they are exchanged (JAX: equal).
     """
     axis = _axis(group, "sp")
-    x = _scaled(x, ops.axis_size(axis)) if scale_grad else x
+    x = scaled_gradient(x, ops.axis_size(axis)) if scale_grad else x
     whole = joined_segments(x, gather_dim, axis, gathered_lengths(x, gather_dim, axis, lengths))
     if padding_dim is None:
         return whole
@@ -196,7 +196,7 @@ def _axis(group: Any, default: str) -> Axis:
     return axis
 
 
-def _scaled(x: Any, factor: float) -> Any:
+def scaled_gradient(x: Any, factor: float) -> Any:
     """Return `x`, whose gradient is multiplied by a factor; the value keeps its bits."""
     xp = array_api_compat.array_namespace(x)
     if factor == 1 or not xp.isdtype(x.dtype, ("real floating", "complex floating")):

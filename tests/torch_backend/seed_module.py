@@ -46,8 +46,9 @@ class Attention(nn.Module):
 
 def main(length):
     """Compare output and gradients of the split and the whole module."""
-    init_parallel_state(dp_size=2, ulysses_size=2, device_type="cpu", name="thinker")
-    init_parallel_state(dp_size=4, device_type="cpu", name="talker")
+    world = torch.distributed.get_world_size()
+    init_parallel_state(dp_size=world // 2, ulysses_size=2, device_type="cpu", name="thinker")
+    init_parallel_state(dp_size=world, device_type="cpu", name="talker")
     torch.manual_seed(3)
     split, whole = Attention().double(), Attention().double()
     whole.load_state_dict(split.state_dict())

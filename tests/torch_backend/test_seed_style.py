@@ -1,5 +1,7 @@
 """A file written for the seed's API runs as it is."""
 
+import pytest
+
 from tests.workers import free_port
 from tests.worlds import torch_pool
 
@@ -16,7 +18,8 @@ def _on_rank(rank, world, method):
         dist.destroy_process_group()
 
 
-def test_a_trainer_written_for_the_seed_runs_without_change_of_its_calls():
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_trainer_written_for_the_seed_runs_without_change_of_its_calls(world):
     method = f"tcp://127.0.0.1:{free_port()}"
-    calls = [(rank, 4, method) for rank in range(4)]
-    assert torch_pool.run(_on_rank, calls, timeout_s=100) == [True] * 4
+    calls = [(rank, world, method) for rank in range(world)]
+    assert torch_pool.run(_on_rank, calls, timeout_s=100) == [True] * world

@@ -17,9 +17,10 @@ get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size get_
 get_unified_sequence_parallel_rank get_unified_sequence_parallel_world_size pad_tensor reduce_sequence_parallel_loss
 roll_with_sequence_parallel slice_input_tensor slice_input_tensor_scale_grad sp_pad sp_pad_and_slice unpad_tensor
 vlm_images_a2a_meta"""
-BESIDE = """all_to_all_tensor gather_seq_scatter_heads_qkv get_data_parallel_world_size is_context_parallel_initialized
+BESIDE = """ReduceLoss all_to_all_tensor async_ulysses_output_projection async_ulysses_qkv_projection
+gather_seq_scatter_heads_qkv get_data_parallel_world_size is_context_parallel_initialized
 is_ulysses_sequence_parallel_initialized padding_tensor_for_seqeunce_parallel remove_last_rank_padding sp_gather_seqs
-sp_take_own_seq unpadding_tensor_for_seqeunce_parallel"""
+sp_take_own_seq stand_in unpadding_tensor_for_seqeunce_parallel"""
 
 
 def names():
@@ -33,11 +34,11 @@ def test_the_seeds_public_names_are_there_and_no_others():
     assert torch_world(names, world_size=1) == [(wanted, [])]
 
 
-@pytest.mark.parametrize("length", [8, 7])
-def test_a_module_written_for_the_seed_runs_split_and_whole(length):
+@pytest.mark.parametrize(("world", "length"), [(4, 8), (4, 7), (8, 7)])
+def test_a_module_written_for_the_seed_runs_split_and_whole(world, length):
     from tests.torch_backend import seed_module
 
-    assert torch_world(_module, seed_module.__name__, length, world_size=4) == [True] * 4
+    assert torch_world(_module, seed_module.__name__, length, world_size=world) == [True] * world
 
 
 def _module(name, length):
@@ -84,6 +85,202 @@ def test_states_are_registered_set_and_read_from_settings():
             "inside": True,
             "set": True,
         }
+
+
+def counted():
+    """Return the registered names after anonymous states and single processes, asked for again and again."""
+    from dualmesh.registry import registry
+    from dualmesh_torch import veomni
+
+    base = veomni.init_parallel_state(dp_size=2, name="base")
+    before = registry.names()
+    same = [veomni.init_parallel_state(dp_size=2, name=None) for _ in range(3)]
+    anonymous = registry.names()
+    alone = []
+    for _ in range(3):
+        veomni.set_parallel_state(None)
+        alone.append(veomni.get_parallel_state())
+        veomni.set_parallel_state(base)
+    is_one = all(one is alone[0] for one in alone) and alone[0].world_size == 1
+    return same == [base] * 3, before, anonymous, len(registry.names()) - len(before), is_one
+
+
+def test_states_without_names_and_single_processes_do_not_fill_the_registry():
+    assert torch_world(counted, world_size=2) == [(True, ["base"], ["base"], 1, True)] * 2
+
+
+SEED_FILES = {
+    "veomni/__init__.py": "version = 'installed'",
+    "veomni/distributed/__init__.py": "",
+    "veomni/distributed/clip.py": "from veomni.distributed.parallel_state import get_parallel_state",
+    "veomni/distributed/parallel_state.py": "raise RuntimeError('the seed itself was imported')",
+    "veomni/distributed/sequence_parallel/__init__.py": "raise RuntimeError('the seed itself was imported')",
+    "veomni/models.py": "from .distributed.sequence_parallel.data import gather_outputs",
+}
+
+
+def stood_in(installed):
+    """Import what the seed's code imports, with and without its package, and say what is found."""
+    import importlib
+    import sys
+
+    from dualmesh_torch import veomni
+
+    found = {}
+    sys.path[:0] = [installed] if installed else []
+    try:
+        veomni.stand_in()
+        veomni.stand_in()
+        import veomni.distributed.parallel_state as states  # the module that stands in, by its dotted name
+        from veomni.distributed import sequence_parallel
+        from veomni.distributed.sequence_parallel import comm, gather_outputs
+        from veomni.distributed.sequence_parallel.ulysses import _Gather, _SeqAllToAll, _Slice
+
+        from dualmesh_torch import veomni as face
+
+        seed = sys.modules["veomni"]
+        found["same"] = gather_outputs is face.gather_outputs and comm.get_parallel_state is face.get_parallel_state
+        found["private"] = (_Gather, _SeqAllToAll, _Slice) == (face._Gather, face._SeqAllToAll, face._Slice)
+        found["attributes"] = seed.distributed.parallel_state is states and sequence_parallel.comm is comm
+        found["before"] = states._PARALLEL_STATE
+        state = states._init_parallel_state(dp_size=1, ulysses_size=2)
+        found["ambient"] = states._PARALLEL_STATE is state
+        found["registry"] = list(states._PARALLEL_STATE_REGISTRY)
+        states._PARALLEL_STATE = None
+        found["reset"] = states._PARALLEL_STATE.world_size
+        states._PARALLEL_STATE = state
+        found["version"] = getattr(seed, "version", None)
+        if installed:
+            models = importlib.import_module("veomni.models")
+            found["others"] = models.gather_outputs is face.gather_outputs
+            found["others"] &= importlib.import_module("veomni.distributed.clip").__file__.startswith(installed)
+        try:
+            from veomni.distributed.sequence_parallel import set_ulysses_sequence_parallel_group  # noqa: F401
+        except ImportError as error:
+            found["left out"] = str(error)
+        found["unknown"] = hasattr(comm, "nothing")
+        for name in [name for name in sys.modules if name.startswith("veomni.distributed.")]:
+            del sys.modules[name]
+        sys.modules["veomni.distributed.parallel_state"] = sys  # as if the seed had been imported before
+        try:
+            face.stand_in()
+        except dm.DualmeshError as error:
+            found["late"] = str(error)
+        return found
+    finally:
+        sys.path[:] = [path for path in sys.path if path != installed]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "veomni"]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("is_installed", [False, True], ids=["alone", "beside the seed"])
+def test_the_seeds_own_import_lines_find_these_names(is_installed, tmp_path):
+    for name, text in SEED_FILES.items() if is_installed else ():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for found in torch_world(stood_in, str(tmp_path) if is_installed else "", world_size=2):
+        assert "groups belong to states" in found.pop("left out")
+        assert "was imported before" in found.pop("late")
+        assert found.pop("others", False) == is_installed
+        assert found == {
+            **{"same": True, "private": True, "attributes": True, "before": None, "ambient": True, "reset": 1},
+            **{"registry": ["base"], "version": "installed" if is_installed else None, "unknown": False},
+        }
+
+
+def foreign():
+    """Return what the seed's autograd functions make over groups that no state has."""
+    import torch
+    import torch.distributed as dist
+
+    from dualmesh_torch import veomni
+
+    groups = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    rank = dist.get_rank()
+    group = groups[0 if rank in (0, 3) else 1]
+    place, found = dist.get_rank(group), {}
+    for scale, summed in ((False, True), (True, True), (False, False), (True, False)):
+        x = torch.full((1 + place, 2), float(rank), dtype=torch.float64, requires_grad=True)
+        whole = veomni._Gather.apply(group, x, 0, scale, summed)
+        whole.backward(torch.arange(6.0, dtype=torch.float64).reshape(3, 2) + 10 * rank)
+        found[scale, summed] = (whole[:, 0].tolist(), x.grad.numpy())
+    x = torch.arange(4.0).reshape(2, 2).add(10 * rank).requires_grad_()
+    traded = veomni._SeqAllToAll.apply(group, x, 0, 1)
+    traded.backward(torch.ones_like(traded) * rank)
+    whole = torch.arange(4.0, requires_grad=True)
+    part = veomni._Slice.apply(dist.group.WORLD, whole, 0, False)
+    part.backward(torch.full((1,), float(rank)))
+    found["traded"], found["back"] = traded.tolist(), x.grad.tolist()
+    found["sliced"] = (part.item(), whole.grad.tolist())
+    found["asked"] = (veomni.get_ulysses_sequence_parallel_world_size(group), dm.scope_name())
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_seeds_autograd_functions_take_any_group():
+    for rank, found in enumerate(torch_world(foreign, world_size=4)):
+        pair = (0, 3) if rank in (0, 3) else (1, 2)
+        place = pair.index(rank)
+        above = {one: np.arange(6.0).reshape(3, 2) + 10 * one for one in pair}
+        block = slice(0, 1) if place == 0 else slice(1, 3)
+        for scale in (False, True):
+            factor = 2 if scale else 1
+            for summed, gradient in ((True, sum(above.values())), (False, above[rank])):
+                whole, own = found[scale, summed]
+                assert whole == [pair[0], pair[1], pair[1]]
+                np.testing.assert_array_equal(own, factor * gradient[block])
+        row = 2 * place
+        assert found["traded"] == [[value + 10 * one for one in pair for value in (row, row + 1)]]
+        assert found["back"] == [[pair[0]] * 2, [pair[1]] * 2]
+        assert found["sliced"] == (rank, [0, 1, 2, 3])
+        assert found["asked"] == (2, None)
+
+
+def projected(norm):
+    """Return outputs and gradients of attention through the seed's projections, split over ulysses and whole."""
+    import torch
+    from torch.nn import functional
+
+    from dualmesh_torch import veomni
+
+    torch.manual_seed(5)
+    state = dm.init_parallel_state(dp_size=1, ulysses_size=4)
+    hidden = torch.randn(2, 8, 16, dtype=torch.float64)
+    shapes = {"q": (32, 16), "k": (8, 16), "v": (8, 16), "o": (16, 32), "b": (32,), "nq": (4,), "nk": (4,)}
+    results = []
+    for size in (4, 1):
+        weights = {name: torch.nn.Parameter(torch.ones(shape).double()) for name, shape in shapes.items()}
+        for seed, weight in enumerate(weights.values()):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))
+        with dm.use_parallel_state(state if size == 4 else dm.init_parallel_state(dp_size=4, name="whole")):
+            x = (dm.sequence.slice_sequence(hidden, 1, "ulysses") if size == 4 else hidden).clone().requires_grad_()
+            w = weights
+            q, k, v = veomni.async_ulysses_qkv_projection(
+                *(x, 1, 2, w["q"], w["b"], w["k"], None, w["v"], None),
+                **{"norm_type": norm, "norm_q_weight": w["nq"], "norm_k_weight": w["nk"], "normalized_shape": 4},
+                **{"eps": 1e-6, "unpadded_dim_size": 8, "head_dim": 4},
+            )
+            k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
+            mixed = functional.scaled_dot_product_attention(*(one.transpose(1, 2) for one in (q, k, v))).transpose(1, 2)
+            made = veomni.async_ulysses_output_projection(mixed, 1, 2, w["o"], None, 8)
+            factor = torch.arange(8.0, dtype=torch.float64)[None, :, None]
+            factor = factor[:, 2 * state.index("ulysses") :][:, :2] if size == 4 else factor
+            (made * factor).sum().backward()
+        if size == 4:
+            dm.sync_gradients(list(weights.values()), "ulysses", state=state)
+            made, grad = (dm.sequence.gather_sequence(one, 1, "ulysses", state=state) for one in (made, x.grad))
+        else:
+            grad = x.grad
+        used = [name for name in weights if norm or not name.startswith("n")]
+        results.append([made.detach().numpy(), grad.numpy(), *(weights[name].grad.numpy() for name in used)])
+    return results
+
+
+@pytest.mark.parametrize("norm", [None, "rmsnorm", "layernorm"])
+def test_the_seeds_overlapped_projections_keep_its_numbers_and_gradients(norm):
+    for split, whole in torch_world(projected, norm, world_size=4):
+        for one, other in zip(split, whole, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
 
 
 def traded(given):

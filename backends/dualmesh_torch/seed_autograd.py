@@ -1,0 +1,76 @@
+"""What the seed's modules and tests call by `.apply`: its private autograd functions, over functions that exist.
+
+Functions are in `seed_functions`; which module has which name is in `seed_modules`.
+"""
+
+from typing import Any
+
+import torch
+
+import dualmesh as dm
+from dualmesh.sequence.packed import gathered_lengths, joined_segments
+from dualmesh.sequence.seed import scaled_gradient
+from dualmesh_torch.seed_functions import (
+    Group,
+    all_to_all_tensor,
+    gather_outputs,
+    of_any_group,
+    reduce_sequence_parallel_loss,
+    slice_input_tensor_scale_grad,
+)
+
+
+class AllToAllOfSequences:
+    """The seed's autograd function of that exchange."""
+
+    @staticmethod
+    def apply(group: Group, local_input: torch.Tensor, scatter_dim: int, gather_dim: int, *_: bool) -> Any:
+        """Send blocks of `scatter_dim`, concatenate along `gather_dim`. *Collective over the group.*"""
+        return all_to_all_tensor(local_input, scatter_dim, gather_dim, group)
+
+
+class SliceOfSequence:
+    """The seed's autograd function that cuts."""
+
+    @staticmethod
+    def apply(group: Group, local_input: torch.Tensor, dim: int, scale_grad: bool) -> Any:
+        """Return this rank's block; gradients are gathered. *Its gradient is collective over the group.*"""
+        return slice_input_tensor_scale_grad(local_input, dim, group, scale_grad)
+
+
+class GatherOfSequence:
+    """The seed's autograd function that gathers."""
+
+    @staticmethod
+    def apply(
+        group: Group, local_input: torch.Tensor, dim: int, grad_scale: bool = False, sum_grad: bool = True
+    ) -> torch.Tensor:
+        """Concatenate blocks, of any lengths. *Collective over the group.*
+
+        Args:
+            grad_scale: Whether the gradient is multiplied by the size.
+            sum_grad: Whether it is the sum of what all ranks have for this block; else it is this rank's own.
+        """
+        if sum_grad:
+            whole: torch.Tensor = gather_outputs(local_input, dim, scale_grad=grad_scale, group=group)
+            return whole
+        return _gathered_alone(local_input, dim, grad_scale, group=group)
+
+
+class MeanOfLosses:
+    """The seed's autograd function of a mean over tokens."""
+
+    @staticmethod
+    def apply(loss: torch.Tensor, num_valid_tokens: torch.Tensor, group: Group = None) -> Any:
+        """Return the mean over the tokens of all indices. *Collective over the group.*"""
+        return reduce_sequence_parallel_loss(loss, num_valid_tokens, group)
+
+
+@of_any_group
+def _gathered_alone(x: torch.Tensor, dim: int, is_scaled: bool, group: Group = None) -> torch.Tensor:
+    axis = "sp" if group is None else group
+    lengths = gathered_lengths(x, dim, axis, None)
+    index = dm.ops.axis_index(axis)
+    blocks = list(joined_segments(x.detach(), dim, axis, lengths).split(list(lengths), dim))
+    blocks[index] = scaled_gradient(x, dm.ops.axis_size(axis)) if is_scaled else x
+    return torch.cat(blocks, dim)
