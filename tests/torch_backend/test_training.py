@@ -70,16 +70,9 @@ def in_one_process():
     return [p.detach().numpy() for p in net.parameters()]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dp_shard_size": 4},
-        {"dp_replicate_size": 2, "dp_shard_size": 2},
-        {"dp_replicate_size": 2, "ulysses_size": 2},
-    ],
-)
 @pytest.mark.parametrize("wrapping", ["fsdp2", "ddp", "plain"])
-def test_wrapped_training_equals_one_process(wrapping, settings):
+def test_wrapped_training_equals_one_process(wrapping):
+    settings = {"dp_replicate_size": 2, "ulysses_size": 2}
     (expected,) = torch_world(lambda: in_one_process(), world_size=1)
     for found in torch_world(trained, wrapping, settings, world_size=4):
         for one, other in zip(expected, found, strict=True):
@@ -87,12 +80,15 @@ def test_wrapped_training_equals_one_process(wrapping, settings):
 
 
 def meshes():
-    state = dm.init_parallel_state(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
+    state = dm.init_parallel_state(dp_replicate_size=2, dp_shard_size=2, tp_size=2, ep_size=2)
     fsdp, tp = state.fsdp_mesh, state.submesh("tp")
+    of_view = [("ep",), ("ep_fsdp",), ("ep_replicate", "ep_fsdp"), ("ep_fsdp", "ep"), ("ep_replicate", "ep_fsdp", "ep")]
     return {
         "fsdp": (fsdp.mesh_dim_names, fsdp.mesh.tolist()),
         "tp": tp.mesh.tolist(),
         "one root": fsdp._get_root_mesh() is tp._get_root_mesh(),
+        "one root of the view": len({id(state.submesh(*axes)._get_root_mesh()) for axes in of_view}) == 1,
+        "view": [state.submesh(*axes).mesh.tolist() for axes in of_view],
         "cached": state.submesh("tp") is tp,
         "groups": fsdp.get_group("dp_replicate") is state.group("dp_replicate") and tp.get_group() is state.group("tp"),
         "whole": state.mesh.mesh_dim_names == state.topology.base_axes,
@@ -103,8 +99,10 @@ def test_meshes_used_together_are_cut_from_one_root_on_the_pools_groups():
     found = torch_world(meshes, world_size=8)
     assert found[3]["fsdp"] == (("dp_replicate", "dp_shard_sp"), [[1, 3], [5, 7]])
     assert found[3]["tp"] == [2, 3]
+    assert found[3]["view"] == [[1, 3], [3], [[3], [7]], [[1, 3]], [[[1, 3]], [[5, 7]]]]
     for each in found:
         assert each["one root"]
+        assert each["one root of the view"]
         assert each["cached"]
         assert each["groups"]
         assert each["whole"]

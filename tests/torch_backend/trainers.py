@@ -5,16 +5,19 @@ Each way returns how far it ends from the one-process run. No size and no factor
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dualmesh as dm
 
 WIDTH, HIDDEN, EXPERTS, ROWS, STEPS, MAX_NORM = 8, 16, 4, 16, 4, 0.5
+EXPERTS_PLAN = dm.ShardingPlan({"up": dm.P("ep", "ep_fsdp")})
 
 
 class Block(nn.Module):
@@ -37,18 +40,28 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
         self.axis = "cp"  # of size 1, where there is no ep
 
-    def split(self, state):
-        """Keep this rank's experts."""
-        if state.ep_enabled:
-            self.axis = "ep"
+    def split(self, state, wrapping):
+        """Keep this rank's experts: a plain block, or a DTensor of all of them, by hand or by a plan."""
+        if not state.ep_enabled:
+            return
+        self.axis = "ep"
+        if wrapping == "plain":
             self.up = nn.Parameter(self.up.detach().chunk(state.ep_size)[state.ep_rank].clone())
+        elif wrapping == "plan":
+            EXPERTS_PLAN.apply(self, units="")
+        else:
+            self.up = nn.Parameter(distribute_tensor(self.up.detach(), state.submesh("ep"), [Shard(0)]))
+            replicas = ("ep_replicate",) if state.enabled("ep_replicate") else ()
+            mesh = state.submesh(*replicas, "ep_fsdp")
+            fully_shard(self, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
 
     def forward(self, x):
         """Return x and every row through its expert, wherever that is."""
         rows = dm.ops.all_gather(x, self.axis)
         chosen = (rows[:, 0] * 1000).detach().abs().long() % EXPERTS
-        first = dm.ops.axis_index(self.axis) * self.up.shape[0]
-        own = torch.stack([torch.tanh(rows @ up) * (chosen == first + i)[:, None] for i, up in enumerate(self.up)])
+        held = self.up.to_local() if isinstance(self.up, DTensor) else self.up
+        first = dm.ops.axis_index(self.axis) * held.shape[0]
+        own = torch.stack([torch.tanh(rows @ up) * (chosen == first + i)[:, None] for i, up in enumerate(held)])
         return x + dm.ops.reduce_scatter(own.sum(0), self.axis)
 
 
@@ -91,7 +104,6 @@ def objective_of(made, wanted, total=None):
 def network(wrapping, *, compiled=False):
     """Return the model, split and wrapped for the ambient state: parallelize, compile, shard, in this order."""
     state, net = dm.get_parallel_state(), Network()
-    net.experts.split(state)
     if state.enabled("tp"):
         plan = {
             f"{name}.{half}": way()
@@ -106,7 +118,9 @@ def network(wrapping, *, compiled=False):
     if compiled:
         for name in {"a", "b", "experts"} & set(net.order):
             getattr(net, name).compile(backend="aot_eager", fullgraph=True)
-    if wrapping == "fsdp2":
+    if "experts" in net.order:
+        net.experts.split(state, wrapping)
+    if wrapping in ("fsdp2", "plan"):
         sharded(net, state)
     if wrapping == "ddp":
         net = DistributedDataParallel(net, process_group=state.group("dp_sp"))
@@ -115,10 +129,7 @@ def network(wrapping, *, compiled=False):
 
 
 def sharded(net, state):
-    """Shard experts over their view, then all else over what shares parameters."""
-    if "experts" in net.order and state.ep_enabled:
-        replicas = ("ep_replicate",) if state.enabled("ep_replicate") else ()
-        fully_shard(net.experts, mesh=state.submesh(*replicas, "ep_fsdp"))
+    """Shard over what shares parameters all that is not sharded yet."""
     for name in {"a", "b"} & set(net.order):
         fully_shard(getattr(net, name), mesh=state.fsdp_mesh)
     fully_shard(net, mesh=state.fsdp_mesh)
@@ -211,7 +222,7 @@ def compared(expected, losses, norms, found):
     """Return the largest relative difference to the one-process run, by what differs."""
     own = {name: value for name, value in expected[2].items() if name in found}
     state = dm.get_parallel_state()
-    if "experts.up" in own:
+    if "experts.up" in own and len(found["experts.up"]) < EXPERTS:
         own["experts.up"] = np.split(own["experts.up"], state.ep_size)[state.ep_rank]
     start = STEPS - len(losses)
     worst = {name: _difference(found[name], own[name]) for name in found}
@@ -235,27 +246,28 @@ def run(wrapping, settings, compiled, expected):
     return compared(expected, losses, norms, whole(net))
 
 
-def saved_and_loaded(first, second, path, expected):
-    """Train halfway in one topology, save, load into another, train on; return the differences."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+def handed_on(topologies, path, expected):
+    """Train a part of the steps in each topology, saved by one and loaded by the next; return the differences.
 
-    dm.init_parallel_state(**first, name="first")
-    net = network("fsdp2")
-    optimizer = optimizer_of(net)
-    trained(net, "fsdp2", optimizer, range(STEPS // 2))
-    model, states = get_state_dict(net, optimizer)
-    dcp.save({"model": model, "optimizer": states}, checkpoint_id=path)
-    dm.clear_parallel_state()
-
-    dm.init_parallel_state(**second, name="second")
-    torch.manual_seed(1)
-    net = network("fsdp2")
-    for parameter in net.parameters():
-        torch.nn.init.constant_(parameter, 0.5)
-    optimizer = optimizer_of(net)
-    model, states = get_state_dict(net, optimizer)
-    dcp.load({"model": model, "optimizer": states}, checkpoint_id=path)
-    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=states)
-    losses, norms = trained(net, "fsdp2", optimizer, range(STEPS // 2, STEPS))
+    Experts are laid out by hand in the first topology, by a plan in the second, and so on.
+    """
+    losses, norms = [], []
+    for place, settings in enumerate(topologies):
+        dm.init_parallel_state(**settings)
+        torch.manual_seed(1)
+        net = network(("fsdp2", "plan")[place % 2])
+        optimizer = optimizer_of(net)
+        if place > 0:
+            for parameter in net.parameters():
+                torch.nn.init.constant_(parameter, 0.5)
+            model, states = get_state_dict(net, optimizer)
+            dcp.load({"model": model, "optimizer": states}, checkpoint_id=f"{path}/{place - 1}")
+            set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=states)
+        numbers = np.array_split(np.arange(STEPS), len(topologies))[place]
+        for whole_run, part in zip((losses, norms), trained(net, "fsdp2", optimizer, numbers.tolist()), strict=True):
+            whole_run += part
+        if place + 1 < len(topologies):
+            model, states = get_state_dict(net, optimizer)
+            dcp.save({"model": model, "optimizer": states}, checkpoint_id=f"{path}/{place}")
+            dm.clear_parallel_state()
     return compared(expected, losses, norms, whole(net))
