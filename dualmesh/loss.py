@@ -12,6 +12,7 @@ from dualmesh.ambient import meant
 from dualmesh.arguments import flag_of
 from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.lazy import array_api_compat
+from dualmesh.solo import SoloState
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -22,8 +23,9 @@ def token_mean(
     """Return (objective, value) of a mean over all tokens of all ranks.
 
     objective = loss_sum / total; the sum over ranks of the objectives is the global mean, so gradients are summed
-    and no factor appears. value = that mean on every rank, for the log, cut off from the gradient. Ranks without
-    tokens contribute 0; with no token anywhere both are 0. A loss of 16 bits is divided in float32.
+    and no factor appears. value = that mean on every rank, for the log, cut off from the gradient (not before any state
+    is registered, when nobody knows the framework). Ranks without tokens contribute 0; with no token anywhere both are
+    0. A loss of 16 bits is divided in float32.
 
     *Collective over the axis.*
 
@@ -44,7 +46,7 @@ def token_mean(
     xp = array_api_compat.array_namespace(loss_sum)
     if loss_sum.dtype.itemsize < 4:
         loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
-    cut = owner.collectives.stop_gradient if owner.size(over) > 1 else _unchanged
+    cut = _unchanged if isinstance(owner, SoloState) else owner.collectives.stop_gradient
     if total is None:
         own = xp.zeros_like(loss_sum) + count
         total = ops.all_reduce(cut(own), over, state=owner)
@@ -110,9 +112,10 @@ def clip_grad_norm_(
 ) -> Any:
     """Scale gradients in place so that their norm, of all taken as one vector, is at most `max_norm`. *Collective.*
 
-    norm = (sum of |g| ** norm_type over all elements g of the whole model, each once) ** (1 / norm_type), or the
-    largest |g| for inf; then g *= min(1, max_norm / (norm + 1e-6)), as in torch. Torch only: where gradients are
-    values, scale them by `global_norm`. Every rank of the state calls it, with or without parameters.
+    The norm is the root of order norm_type of the summed powers of all elements of the whole model, each once, or the
+    largest magnitude for inf; then gradients are multiplied by min(1, max_norm / (norm + 1e-6)), as in torch. Torch
+    only: where gradients are values, scale them by `global_norm`. Every rank of the state calls it, with or without
+    parameters.
 
     Args:
         parameters: A module, whose names tell apart what ranks hold, or parameters; those without a gradient count as

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import dualmesh as dm
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = [
@@ -30,3 +32,43 @@ def test_readme_opens_with_the_two_commands():
         "bash examples/run.sh",
         "bash tests/run.sh",
     ]
+
+
+HIDDEN = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(name, name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def block_of(name):
+    """Return the first Python block of a page."""
+    return re.search(r"^```python\n(.*?)^```$", (ROOT / "docs" / name).read_text(), re.MULTILINE | re.DOTALL)[1]
+
+
+@pytest.mark.parametrize(
+    ("page", "absent"), [("start_torch.md", ("jax", "jaxlib", "flax")), ("start_jax.md", ("torch", "accelerate"))]
+)
+def test_the_first_ten_minutes_need_no_other_framework(page, absent):
+    """Both together are tried where every block runs."""
+    code = [sys.executable, "-W", "error", "-c", HIDDEN.format(absent=absent) + block_of(page)]
+    ended = subprocess.run(code, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert re.findall(r"step (\d): loss \d", ended.stdout) == ["0", "1", "2"]
+
+
+def test_the_docs_build_without_a_warning(tmp_path):
+    """Sphinx reads every page and every public docstring."""
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-d", tmp_path / "trees", ROOT / "docs"]
+    ended = subprocess.run([*build, tmp_path / "pages"], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    pages = {page.name for page in (tmp_path / "pages").glob("*.html")}
+    assert {f"{page.stem}.html" for page in (ROOT / "docs").glob("*.md")} <= pages
+    reference = (tmp_path / "pages" / "api.html").read_text()
+    homes = ('id="dualmesh.{}"', 'id="module-dualmesh.{}"', 'id="dualmesh.errors.{}"')
+    assert [name for name in dm.__all__ if not any(home.format(name) in reference for home in homes)] == []
