@@ -73,7 +73,7 @@ class GPT(nnx.Module):
 
 def port(params: dict, batches: list) -> Trained:
     """Train, and return losses, gradients and parameters as global arrays."""
-    graph, state = nnx.split(GPT(nnx.Rngs(0)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(nnx.Rngs(0))))  # its values come from `params`
     paths = {".".join(map(str, path)): path for path, _ in nnx.to_flat_state(state)}
     params = {name: dm.distribute(value, PLAN.spec_of(name, value.shape)) for name, value in params.items()}
     optimizer = optax.adamw(gpt.OPTIMIZER["lr"], weight_decay=gpt.OPTIMIZER["weight_decay"])
@@ -83,15 +83,25 @@ def port(params: dict, batches: list) -> Trained:
         logits = nnx.merge(graph, nnx.from_flat_state(flat))(tokens)
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
-    @jax.jit
     def update(params: dict, moments: object, tokens: jax.Array, targets: jax.Array) -> tuple:
         value, gradients = jax.value_and_grad(loss)(params, tokens, targets)
+        value = tap("loss", value)
+        tap("norm.bias, summed", gradients["norm.bias"])
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments, value, gradients
 
-    moments, losses, first = jax.jit(optimizer.init)(params), [], None
+    moments = jax.tree.map(replicated_scalar, optimizer.init(params))
+    # Kept as they lie, or the second step would be compiled anew.
+    kept = jax.tree.map(lambda x: x.sharding, (params, moments))
+    update = jax.jit(update, out_shardings=(*kept, None, None))
+    losses, first = [], None
     for batch in batches:
         params, moments, value, gradients = update(params, moments, *(dm.distribute(x, gpt.TOKENS) for x in batch))
         losses.append(value)
         first = gradients if first is None else first
     return Trained(losses, first, params)
+
+
+def replicated_scalar(x: jax.Array) -> jax.Array:
+    """Return an array as it lies, and a scalar on every device."""
+    return x if x.ndim else dm.distribute(x, dm.P())

@@ -1,4 +1,4 @@
-"""The GPT in torch.nn: per-rank modules, Megatron's tensor parallelism, Ulysses, gradients summed at the end."""
+"""The GPT in torch.nn: per-rank modules, Megatron's tensor parallelism, Ulysses, rings, gradients summed at the end."""
 
 import gpt
 import torch
@@ -46,10 +46,13 @@ class Block(nn.Module):
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         """Return causal attention of all tokens of a sequence, (sequences, own length, own heads, dim)."""
-        parts = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.query, self.key, self.value))
-        parts = [dm.sequence.gather_seq_scatter_heads(part, seq_dim=1, head_dim=2) for part in parts]
-        mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
-        return dm.sequence.gather_heads_scatter_seq(mixed.transpose(1, 2).contiguous(), seq_dim=1, head_dim=2)
+        query, key, value = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.query, self.key, self.value))
+        positions = dm.ops.all_gather(dm.sequence.sequence_positions(x, x.shape[1]), "ulysses")
+
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return dm.sequence.ring_attention(query, key, value, positions=positions)
+
+        return dm.sequence.ulysses_attention(query, key, value, attend)
 
 
 class GPT(nn.Module):
@@ -87,9 +90,10 @@ def port(params: dict, batches: list) -> Trained:
         loss_sum = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
         objective, value = dm.token_mean(loss_sum, targets.numel())
         optimizer.zero_grad()
+        losses.append(tap("loss", value))
         objective.backward()
         dm.sync_gradients(model)
-        losses.append(value)
+        tap("norm.bias, summed", model.norm.bias.grad)
         if not gradients:
             gradients = {name: dm.shard_local(p.grad, specs[name]) for name, p in model.named_parameters()}
         optimizer.step()

@@ -140,7 +140,7 @@ def _expected(
         return reference
     if expected is None or not numbers:
         raise ArgumentError("compare_places: pullback= needs expected= and wrt=. Give them, or leave it out.")
-    gradients = items_of("compare_places", "what pullback returned", pullback(weights_of(expected)))
+    gradients = items_of("compare_places", "what pullback returned", pullback(weights_of(expected, np.asarray)))
     if len(gradients) != len(numbers):
         raise ArgumentError(
             f"compare_places: pullback returned {len(gradients)} gradients for wrt={numbers}. Return one per input."

@@ -17,9 +17,9 @@ from dualmesh.testing.taps import watch
 
 # How long threads may take to end after what started them has returned.
 THREADS_END_IN_S = 2.0
-# Threads that serve until the process ends, whoever is first to need them: of debuggers and progress bars, those that
-# other languages bring (Python calls them Dummy), and the one that looks after waits of JAX.
-LIFELONG = ("Dummy-", "pydevd", "tqdm", "dualmesh watch")
+# Threads that serve until the process ends, whoever is first to need them: of debuggers and progress bars, and those
+# that other languages bring (Python calls them Dummy).
+LIFELONG = ("Dummy-", "pydevd", "tqdm")
 
 
 @contextmanager

@@ -74,20 +74,27 @@ def measured(program: Program, spec: Any, ranks: Sequence[int] | None) -> Measur
     found = Measured(bool(wrt) and instruments_of(state.backend).differentiates)
     found.note("values", result, mapped(_unsummed, out_tree), state, rtol)
     if found.differentiates:
-        weights = mapped(lambda weight, spec: distribute(weight, _unsummed(spec)), weights_of(result), out_tree)
+        weights = mapped(
+            lambda weight, spec: distribute(weight, _unsummed(spec)), weights_of(result, to_numpy), out_tree
+        )
         run = instruments_of(state.backend).compiled(programs.value_and_grad(_objective(lifted, out_tree), wrt))
         named = {f"input {number}": x for number, x in zip(wrt, run(*args, weights)[1], strict=True)}
         found.note("gradients", named, {f"input {number}": in_tree[number] for number in wrt}, state, rtol)
     return found
 
 
-def weights_of(result: Any) -> Any:
-    """Return a weight for every element of the results: standard normal numbers of their positions. *Local.*"""
+def weights_of(result: Any, read: Callable[[Any], Any]) -> Any:
+    """Return a weight for every element of the results: standard normal numbers of their positions. *Local.*
+
+    Args:
+        result: Nested containers of arrays.
+        read: Makes a numpy array of one.
+    """
     numbers = iter(range(len(list(leaves(result)))))
 
     def weight(x: Any) -> Any:
-        dtype = np.asarray(to_numpy(x) if not isinstance(x, np.ndarray | np.generic | float) else x).dtype
-        return noise_block(next(numbers), [slice(0, size) for size in np.shape(x)], np.shape(x)).astype(dtype)
+        array = read(x)
+        return noise_block(next(numbers), [slice(0, size) for size in array.shape], array.shape).astype(array.dtype)
 
     return mapped(weight, result)
 

@@ -1,5 +1,6 @@
 """One function in many places: values, gradients and shardings are compared, and what differs is said."""
 
+import os
 import re
 
 import numpy as np
@@ -239,6 +240,12 @@ def test_a_worker_that_raises_brings_its_error_and_closures_travel():
     with pytest.raises(WorkerError, match="KeyError: 12") as caught:
         run_on("jax_x64", fails, world_size=2)
     assert caught.value.errors[0].args == (12,)
+
+
+def test_workers_start_once_and_serve_all_tests():
+    first = run_on("jax_x64", os.getpid, world_size=2)
+    assert run_on("jax_x64", os.getpid, world_size=4) == first
+    assert first != [os.getpid()]
 
 
 def test_what_a_test_leaves_behind_is_named_and_tidied():
