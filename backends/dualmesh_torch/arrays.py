@@ -104,7 +104,7 @@ class TorchArrays(Arrays):
     def constrain(self, x: Any, spec: P) -> DTensor:
         return self.placed("constrain", x, spec)
 
-    @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator, no-untyped-call]
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         return resharding.reshard(x, source, source_spec, self._state, spec)
 
