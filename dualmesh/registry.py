@@ -22,6 +22,8 @@ class Registry:
         self.named: dict[str, ParallelState] = {}
         """States by name; one dict for ever, so that others may keep it."""
         self._states: dict[StatePlan, ParallelState] = {}
+        self.has_several = False
+        """Whether states of different topologies are registered."""
         self._strict: bool | None = None
 
     def get(self, name: str) -> ParallelState:
@@ -57,11 +59,13 @@ class Registry:
     def keep(self, state: ParallelState) -> None:
         """Register a state under no name of its own: it answers to those of its twin. *Local.*"""
         self._states[state.plan] = state
+        self._count()
 
     def add(self, name: str, state: ParallelState) -> None:
         """Register a state under a name; `state` may have other names already. *Local.*"""
         self.named[name] = state
         self._states[state.plan] = state
+        self._count()
         if name not in state.names:
             state.names.append(name)
 
@@ -110,6 +114,10 @@ class Registry:
         for name in [name for name, state in self.named.items() if id(state) in gone]:
             del self.named[name]
         self._states = {plan: state for plan, state in self._states.items() if id(state) not in gone}
+        self._count()
+
+    def _count(self) -> None:
+        self.has_several = len({plan.topology for plan in self._states}) > 1
 
 
 def _described(plan: StatePlan) -> str:

@@ -16,7 +16,7 @@ from dualmesh.registry import registry
 from dualmesh.solo import solo_state
 from dualmesh.state import ParallelState
 from dualmesh.stepping import scoped_callable
-from dualmesh.unscoped import Told, check_unscoped, is_started_thread
+from dualmesh.unscoped import Told, check_unscoped
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -78,7 +78,6 @@ class ThreadMirror(threading.local):
     def __init__(self) -> None:
         # Set here and not on the class: torch.compile does not guard a class-level default, and would keep its answer.
         self.scope: Scope | None = None
-        self.is_worker = is_started_thread()
 
 
 _CURRENT: ContextVar[Scope | None] = ContextVar("dualmesh_scope", default=None)
@@ -111,7 +110,7 @@ def get_parallel_state() -> ParallelState:
         scope = _elsewhere()
     if scope is not None:
         return scope.state
-    if _default is not None and this_thread.is_worker:
+    if registry.has_several and _default is not None:
         check_unscoped(_default_name)
     return _default if _default is not None else solo_state()
 

@@ -22,26 +22,29 @@ class Told:
     once = False
 
 
-def is_started_thread() -> bool:
-    """Tell whether this is a thread that somebody started, and may have forgotten to carry the scope to. *Local.*
+class _Thread(threading.local):
+    """Whether this is a thread that somebody started, and may have forgotten to carry the scope to.
 
-    Not so in threads of the frameworks' own, which Python knows as dummies.
+    Not so in threads of the frameworks' own, which Python knows as dummies, and in simulated ranks.
     """
-    thread = threading.current_thread()
-    return thread is not threading.main_thread() and not thread.name.startswith("Dummy-")
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.is_started = thread is not threading.main_thread() and not thread.name.startswith("Dummy-")
+
+
+this_thread = _Thread()
 
 
 def check_unscoped(name: str) -> None:
-    """Warn, once, that a thread gets the default among several topologies; refuse it in strict mode. *Local.*
+    """Warn, once, a started thread that it gets the default among several topologies; strict: refuse. *Local.*
 
     Raises:
         ScopeError: Strict mode.
     """
-    if Told.once and not registry.strict:
+    if not this_thread.is_started or (Told.once and not registry.strict):
         return
     count = len({state.topology for state in registry.states()})
-    if count < 2:
-        return
     message = UNSCOPED.format(thread=threading.current_thread().name, count=count, name=name)
     if registry.strict:
         raise ScopeError(message, count=count)

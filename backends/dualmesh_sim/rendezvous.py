@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from dualmesh.errors import AgreementError, GroupTimeoutError, MembershipError, listed
-from dualmesh.scope import this_thread
+from dualmesh.unscoped import this_thread
 
 Result = TypeVar("Result")
 Group = tuple[int, ...]
@@ -117,7 +117,7 @@ class Run:
 
     def _live(self, rank: int, body: Callable[[int], Any]) -> None:
         _PLACE.set(Place(self, rank))
-        this_thread.is_worker = False  # it has the scope, or the lack of one, of who started the run
+        this_thread.is_started = False  # it has the scope, or the lack of one, of who started the run
         try:
             result = body(rank)
         except Freed:
