@@ -47,7 +47,7 @@ class Block(NamedTuple):
     label: Label
     """The same on all ranks that hold this block, another for other blocks."""
     is_first: bool
-    count: int
+    copies: int
 
 
 def is_here(tensor: torch.Tensor) -> bool:
@@ -130,7 +130,8 @@ def _place_of(
     state: "TorchState", mesh: DeviceMesh | None, placements: Sequence[Any], axes: tuple[Axis, ...]
 ) -> tuple[Label, bool, int]:
     """Return (which block of the tensor this is, whether this rank is the first to hold it, how many hold it)."""
-    members, blocks, place = tuple(state.members), {state.own_rank()}, ()
+    members, blocks = tuple(state.members), {state.own_rank()}
+    place: Label = ()
     splits = [(state, axis) for axis in axes]
     if mesh is not None:
         split = [is_split(one) for one in placements]
@@ -149,7 +150,7 @@ def _place_of(
 
 def _along(mesh: DeviceMesh, dims: Sequence[bool]) -> list[int]:
     """Return the ranks that differ from this one in some dims of a mesh only."""
-    coordinate = mesh.get_coordinate() or []
+    coordinate: Sequence[int] = mesh.get_coordinate() or ()
     found: list[int] = (
         mesh.mesh[tuple(slice(None) if one else index for one, index in zip(dims, coordinate, strict=True))]
         .flatten()

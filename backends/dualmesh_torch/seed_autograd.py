@@ -68,7 +68,7 @@ class MeanOfLosses:
 
 @of_any_group
 def _gathered_alone(x: torch.Tensor, dim: int, is_scaled: bool, group: Group = None) -> torch.Tensor:
-    axis = "sp" if group is None else group
+    axis: Any = "sp" if group is None else group
     lengths = gathered_lengths(x, dim, axis, None)
     index = dm.ops.axis_index(axis)
     blocks = list(joined_segments(x.detach(), dim, axis, lengths).split(list(lengths), dim))

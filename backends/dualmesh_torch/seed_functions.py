@@ -77,13 +77,13 @@ slice_input_tensor_scale_grad = of_any_group(sequence.slice_input_tensor_scale_g
 @of_any_group
 def get_ulysses_sequence_parallel_rank(group: Group = None) -> Any:
     """Return this rank's index along ulysses, or in a group. *Pure.*"""
-    return sequence.get_ulysses_sequence_parallel_rank() if group is None else dm.ops.axis_index(group)
+    return sequence.get_ulysses_sequence_parallel_rank() if group is None else dm.ops.axis_index(_axis(group))
 
 
 @of_any_group
 def get_ulysses_sequence_parallel_world_size(group: Group = None) -> int:
     """Return the size of ulysses, or of a group. *Pure.*"""
-    size: int = sequence.get_ulysses_sequence_parallel_world_size() if group is None else dm.ops.axis_size(group)
+    size: int = sequence.get_ulysses_sequence_parallel_world_size() if group is None else dm.ops.axis_size(_axis(group))
     return size
 
 
@@ -189,7 +189,8 @@ def async_ulysses_qkv_projection(
     if head_dim is None or k_weight is None or v_weight is None:
         raise ArgumentError("async_ulysses_qkv_projection: give q_weight, k_weight, v_weight and head_dim.")
     pairs = ((q_weight, q_bias), (k_weight, k_bias), (v_weight, v_bias))
-    heads = [functional.linear(hidden_states, *pair).unflatten(-1, (-1, head_dim)) for pair in pairs]
+    made = [functional.linear(hidden_states, *pair) for pair in pairs]
+    heads = [x.reshape(*x.shape[:-1], -1, head_dim) for x in made]
     q, k, v = (gather_seq_scatter_heads(x, seq_dimension, head_dimension, unpadded_dim_size, group) for x in heads)
     if norm_type is not None:
         given = (head_dim,) if normalized_shape is None else normalized_shape

@@ -110,8 +110,9 @@ def set_parallel_state(parallel_state: ParallelState | None) -> ParallelState | 
     if parallel_state is None and dist.is_initialized():
         alone = registry.named.get(_ALONE)
         is_there = alone is not None and alone.is_live
-        options = {"dp_size": 1, "ranks": (dist.get_rank(),), "backend": "torch", "name": _ALONE}
-        parallel_state = alone if is_there else dm.init_parallel_state(**options)
+        if not is_there:
+            alone = dm.init_parallel_state(dp_size=1, ranks=(dist.get_rank(),), backend="torch", name=_ALONE)
+        parallel_state = alone
     scope.set_default(parallel_state, parallel_state.names[0] if parallel_state is not None else "base")
     return before
 
