@@ -5,6 +5,9 @@ in it too; where somebody is not, nothing can bring the program to an end but th
 Python objects between processes are in `host`, with a timeout of their own.
 """
 
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
 import itertools
 import os
 import sys

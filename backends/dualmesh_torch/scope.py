@@ -14,6 +14,7 @@ from torch.utils import checkpoint as checkpointing
 from dualmesh import scope as core
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
+from dualmesh.unscoped import check_unscoped
 from dualmesh_torch import private
 
 _KEY = "dualmesh_scope"
@@ -34,7 +35,7 @@ def _hold(scope: Scope) -> None:
     """Nothing to do: a scope opened in compiled code ends there, and no other mirror is asked in between."""
 
 
-@torch.compiler.substitute_in_graph(core.check_unscoped)
+@torch.compiler.substitute_in_graph(check_unscoped)
 def _check_unscoped(name: str) -> None:
     """Nothing to do: compiled code says nothing."""
 
