@@ -80,14 +80,14 @@ def agreed(store: TorchStore, matter: Matter) -> None:
     except DualmeshError:
         raise
     except RuntimeError as error:
-        raise unanswered(matter.where, matter.rank, error) from error
+        raise unanswered(f"{matter.where} ({matter.said})", matter.rank, error, matter.undone) from error
 
 
-def unanswered(where: str, rank: int, error: Exception) -> AgreementError:
+def unanswered(where: str, rank: int, error: Exception, undone: str = "Nothing was built.") -> AgreementError:
     """Return the error for a store that does not answer. *Pure.*"""
     return AgreementError(
         f"{where}: the store in which the ranks met does not answer on rank {rank}: {error}. The process that holds "
-        f"it, usually that of rank 0, has probably died. Nothing was built. Start the world anew.",
+        f"it, usually that of rank 0, has probably died. {undone} Start the world anew.",
         rank=rank,
     )
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from dualmesh.addresses import free_port
 from dualmesh.backend import Backend, Launch
 from dualmesh.border import Border
-from dualmesh.errors import BackendError, SessionError
+from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.state import ParallelState, StatePlan, World
@@ -109,7 +109,8 @@ class TorchBackend(Backend):
         try:
             if not private.has_member_groups():
                 pool.make_everywhere(key for state in states for key in state.everyones_keys())
-            pool.acquire((key for keys in needs.values() for key in keys), self)
+            where = f"init_parallel_state of {listed(repr(plan.name) for plan in plans)}"
+            pool.acquire((key for keys in needs.values() for key in keys), self, where)
             for state, keys in needs.items():
                 state.take(pool.acquire(keys, state))
         except BaseException:

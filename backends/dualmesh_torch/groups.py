@@ -93,7 +93,7 @@ class GroupPool:
         backend = self.device_backends.get(device_type) or dist.get_default_backend_for_device(device_type)
         return Key(*membership, backend, device_type, options, owner)
 
-    def acquire(self, keys: Iterable[Key], user: object) -> dict[Key, Group]:
+    def acquire(self, keys: Iterable[Key], user: object, where: str = "init_parallel_state") -> dict[Key, Group]:
         """Return groups, all or none, making those that do not exist. *Collective over each new group's members.*
 
         Collective order: every rank makes its new groups in the order of their keys.
@@ -105,7 +105,7 @@ class GroupPool:
             found: dict[Key, Group] = {}
             try:
                 for key in sorted(set(keys)):
-                    found[key] = self._groups.get(key) or self._made(key)
+                    found[key] = self._groups.get(key) or self._made(key, where)
                     self._users.setdefault(key, {})[id(user)] = user
             except BaseException:
                 self.release(user, found)
@@ -127,7 +127,7 @@ class GroupPool:
                     key.ranks, self._timeout(key, settings), key.backend, _native(key, settings)
                 )
             except RuntimeError as error:
-                raise _unmade(key, self.rank, error) from error
+                raise _unmade("init_parallel_state", key, self.rank, error) from error
             if self.rank in key.ranks:
                 self._groups[key] = group
 
@@ -154,8 +154,8 @@ class GroupPool:
                 dist.destroy_process_group(group)
             private.forget_plans()
 
-    def _made(self, key: Key) -> Group:
-        group = self.default if self._is_default(key) else self._created(key)
+    def _made(self, key: Key, where: str) -> Group:
+        group = self.default if self._is_default(key) else self._created(key, where)
         self._groups[key] = group
         return group
 
@@ -166,7 +166,7 @@ class GroupPool:
         whole = len(key.ranks) == self.size and key.ranks == tuple(range(self.size))
         return whole and key.lane == lane and not key.options and not key.owner and backend == key.backend
 
-    def _created(self, key: Key) -> Group:
+    def _created(self, key: Key, where: str) -> Group:
         generation = self._generations[key] = self.generation(key)
         ranks = hashlib.sha256(array("q", key.ranks)).hexdigest()[:16]
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
@@ -179,7 +179,7 @@ class GroupPool:
         try:
             group = private.member_group(key.ranks, self.rank, name, key.backend, patience, _native(key, settings))
         except RuntimeError as error:
-            raise _unmade(key, self.rank, error) from error
+            raise _unmade(where, key, self.rank, error) from error
         if patience is not timeout:
             private.set_timeout(group, timeout or private.default_timeout(key.backend))
         return group
@@ -190,9 +190,9 @@ class GroupPool:
         return private.timeout_of(self.default, key.device_type)
 
 
-def _unmade(key: Key, rank: int, error: Exception) -> GroupTimeoutError:
+def _unmade(where: str, key: Key, rank: int, error: Exception) -> GroupTimeoutError:
     return GroupTimeoutError(
-        f"init_parallel_state: the group of ranks {listed(key.ranks)} could not be made on rank {rank}: {error}. Every "
+        f"{where}: the group of ranks {listed(key.ranks)} could not be made on rank {rank}: {error}. Every "
         f"one of these ranks must build the same states, in the same order.",
         ranks=key.ranks,
     )

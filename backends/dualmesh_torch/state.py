@@ -135,7 +135,7 @@ class TorchState(ParallelState):
             where = f"{self.label}: the first collective over the ranks {listed(need.ranks)}"
             said = f"a group in lane {key.lane!r}, number {self._pool.generation(key)} of its kind"
             agree_on_group(where, need.ranks, self._pool.rank, self._pool.session, said)
-        self._held.update(self._pool.acquire([key], self))
+        self._held.update(self._pool.acquire([key], self, f"{self.label}: the first collective"))
         if self._timeout_s is not None and self._pool.is_real:
             private.set_timeout(self._held[key], timedelta(seconds=self._timeout_s))
         return self._held[key]

@@ -15,10 +15,16 @@ def rows(faults, outcomes):
     for name, ended in outcomes.items():
         fault = faults[name]
         survivors = [one for one in ended.values() if one.kind != "dies"]
-        told = dict.fromkeys(one.kind or "no error" for one in survivors)
+        told = dict.fromkeys(_told(fault, one) for one in survivors)
         seconds = max((one.seconds for one in survivors), default=0.0)
         waits = f"{fault.timeout_s:g}" if fault.timeout_s < 30 else "-"
         yield f"| {fault.backend} | {fault.what} | {fault.world} | {waits} | {seconds:.1f} | {', '.join(told)} |\n"
+
+
+def _told(fault, outcome):
+    if fault.exit_code and outcome.exit_code == fault.exit_code:
+        return f"ended with exit code {fault.exit_code}"
+    return outcome.kind or "none"
 
 
 def main(names):
@@ -27,9 +33,9 @@ def main(names):
     for backend, faults in BACKENDS.items():
         wanted = [name for name in faults if not names or name in names]
         outcomes = made_in(backend, wanted)
-        lines += rows(faults, outcomes)
         for name, ended in outcomes.items():
             bad += [f"{backend} {name}: {one}" for one in wrong(faults[name], ended)]
+        lines += rows(faults, outcomes)
     if not names and not bad:
         head = PAGE.read_text().partition(MARK)[0]
         top = "| backend | fault | ranks | timeout, s | longest, s | error |\n| --- | --- | --- | --- | --- | --- |\n"

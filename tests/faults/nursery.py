@@ -47,7 +47,7 @@ class Running:
                 if not part:
                     break
                 self._said[rank] += part
-        if self._let_go and all(self._said[rank] for rank in self._pids):
+        if self._let_go and all(self._said[rank].count(b"\n") == 2 for rank in self._pids):
             os.write(self._let_go, b"." * len(self.outcomes))
             os.close(self._let_go)
             self._let_go = 0
@@ -77,10 +77,13 @@ class Running:
         errors = self._files.pop(rank).read().decode(errors="replace")
         if code is None:
             outcome.text = errors[-2000:]
-        elif self._said[rank]:
-            vars(outcome).update(json.loads(self._said[rank]), exit_code=code)
+            return
+        start, _, answer = self._said[rank].partition(b"\n")
+        if answer:
+            vars(outcome).update(json.loads(answer), exit_code=code)
         else:
             outcome.kind, outcome.exit_code, outcome.text = "dies", code, errors[-4000:]
+            outcome.seconds = time.monotonic() - float(start or "inf")
         try:
             os.killpg(pid, signal.SIGKILL)
             outcome.left = True
@@ -141,7 +144,8 @@ def _live(fault: Fault, rank: int, port: int, answers: int, hold: int) -> None:
 def _told(fault: Fault, answers: int, hold: int) -> Iterator[None]:
     """Tell how a block ended, then stay until all are through; what was raised goes on."""
     said: dict[str, object] = {"kind": "", "lineage": (), "text": ""}
-    start = time.monotonic()
+    start = time.monotonic()  # one clock for all processes
+    os.write(answers, f"{start}\n".encode())
     try:
         yield
     except BaseException as error:
@@ -150,7 +154,7 @@ def _told(fault: Fault, answers: int, hold: int) -> Iterator[None]:
         said |= {"kind": kinds[0], "lineage": kinds, "text": f"{error}{notes}"}
         raise
     finally:
-        os.write(answers, json.dumps(said | {"seconds": time.monotonic() - start}).encode())
+        os.write(answers, json.dumps(said | {"seconds": time.monotonic() - start}).encode() + b"\n")
         if not fault.leaves:
             os.read(hold, 1)
 

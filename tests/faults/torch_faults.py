@@ -198,8 +198,8 @@ def dies_before(rank):
         grid()
 
 
-@fault("rank 3 dies while groups are made", "GroupTimeoutError", "could not be made on rank", timeout_s=SHORT_S,
-       at={3: ("dies", ())})  # fmt: skip
+@fault("rank 3 dies while groups are made", "GroupTimeoutError", "'base': the group of ranks 0, 1, 2, 3 could not be",
+       timeout_s=SHORT_S, at={3: ("dies", ())})  # fmt: skip
 def dies_in_building(rank):
     from dualmesh_torch.groups import GroupPool
 
@@ -210,7 +210,7 @@ def dies_in_building(rank):
 
 
 @fault("rank 0, which holds the store, dies before it registers", "AgreementError", "usually that of rank 0, has",
-       timeout_s=SHORT_S, at={0: ("dies", ())})  # fmt: skip
+       "'base'", timeout_s=SHORT_S, at={0: ("dies", ())})  # fmt: skip
 def store_dies(rank):
     if rank == 0:
         os._exit(7)

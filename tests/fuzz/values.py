@@ -33,7 +33,9 @@ names = st.sampled_from(["dp", "tp", "pp", "a", "b", "é"])
 
 def is_left_out(value: Any) -> bool:
     """Tell whether a value says as much as none at all."""
-    return value is None or (isinstance(value, str | list | tuple | dict | set) and not value)
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list | tuple | dict | set) and not value)
 
 
 def is_shown(value: Any, message: str) -> bool:
