@@ -10,7 +10,9 @@ import pytest
 import dualmesh as dm
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STARTS = {"start_torch.md": ("jax", "jaxlib", "flax"), "start_jax.md": ("torch", "accelerate")}
+"""Pages that run where the other framework is absent."""
+DOCUMENTS = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in STARTS)]
 BLOCKS = [
     pytest.param(block, id=f"{document.name}-{number}")
     for document in DOCUMENTS
@@ -51,11 +53,9 @@ def block_of(name):
     return re.search(r"^```python\n(.*?)^```$", (ROOT / "docs" / name).read_text(), re.MULTILINE | re.DOTALL)[1]
 
 
-@pytest.mark.parametrize(
-    ("page", "absent"), [("start_torch.md", ("jax", "jaxlib", "flax")), ("start_jax.md", ("torch", "accelerate"))]
-)
+@pytest.mark.parametrize(("page", "absent"), STARTS.items())
 def test_the_first_ten_minutes_need_no_other_framework(page, absent):
-    """Both together are tried where every block runs."""
+    """Both frameworks together are there where the README's blocks run."""
     code = [sys.executable, "-W", "error", "-c", HIDDEN.format(absent=absent) + block_of(page)]
     ended = subprocess.run(code, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr

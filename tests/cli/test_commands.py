@@ -1,6 +1,8 @@
 """The command line answers in tables and in JSON, with the same numbers that topologies give."""
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
@@ -155,9 +157,19 @@ def test_a_wrong_question_gets_one_sentence_and_code_2(argv, sentence, capsys):
 def test_a_missing_package_is_named_with_the_extra_and_code_3(argv, module, monkeypatch, capsys):
     for name in ("rich.console", "rich.table", "absl.flags"):
         if name.startswith(module):
-            monkeypatch.setitem(__import__("sys").modules, name, None)
+            monkeypatch.setitem(sys.modules, name, None)
     assert run(argv) == 3
     assert "pip install 'dualmesh-topology[cli]'" in capsys.readouterr().err
+
+
+def test_the_process_ends_with_the_code_and_says_what_to_install():
+    """`main` is what the script and `python -m dualmesh` call."""
+    code = "import sys; sys.modules['absl'] = None; from dualmesh.cli import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    found = "dualmesh: the package 'absl-py' is not installed. pip install 'dualmesh-topology[cli]'\n"
+    assert (ended.returncode, ended.stderr) == (3, found)
+    ended = subprocess.run([sys.executable, "-m", "dualmesh", "shwo"], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (2, "")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
