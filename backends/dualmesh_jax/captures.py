@@ -4,11 +4,14 @@ Compiling anew where it changed is in `lifted`.
 """
 
 import functools
+import operator
 from types import FunctionType, MethodType
 from typing import Any
 
 Contents = dict[int, tuple[Any, ...]]
 _EMPTY = object()
+_CONTAINERS = (dict, list, tuple)
+_FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _DEEPEST = 4
 
 
@@ -39,7 +42,8 @@ def captured(fn: Any, depth: int = _DEEPEST) -> Contents:
             leaves = (_EMPTY,)
         contents[id(cell)] = leaves
         for leaf in leaves if depth else ():
-            contents |= captured(leaf, depth - 1)
+            if type(leaf) in _FUNCTIONS:
+                contents |= captured(leaf, depth - 1)
     return contents
 
 
@@ -51,12 +55,16 @@ def changed(before: Contents, after: Contents) -> set[int]:
 
 def _leaves(value: Any, around: tuple[int, ...] = ()) -> list[Any]:
     """Return what is in dicts, lists and tuples, at any depth; of anything else, the value itself."""
-    if not isinstance(value, dict | list | tuple) or id(value) in around:
+    if not isinstance(value, _CONTAINERS) or id(value) in around:
         return [value]
-    inside = value.values() if isinstance(value, dict) else value
-    keys = list(value) if isinstance(value, dict) else []
-    return keys + [leaf for part in inside for leaf in _leaves(part, (*around, id(value)))]
+    found = list(value) if isinstance(value, dict) else []
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, _CONTAINERS):
+            found += _leaves(part, (*around, id(value)))
+        else:
+            found.append(part)
+    return found
 
 
 def _is_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(map(operator.is_, one, other))

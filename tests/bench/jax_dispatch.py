@@ -4,8 +4,6 @@ A scope against the two JAX context managers that it must enter; a jitted step i
 call of a lifted function against a hand-jitted one.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +25,8 @@ def two_contexts(state: dm.ParallelState) -> Callable[[], None]:
     return enter_and_leave
 
 
-def programs() -> tuple[Any, Any, Any]:
-    """Return (a lifted sum, the same by hand under jit, an argument) over the axis "dp" of the ambient state."""
+def programs() -> tuple[Any, Any, Any, Any]:
+    """Return (a lifted sum, one that captured 100 numbers, one by hand under jit, an argument) over the axis "dp"."""
     import jax
     import numpy as np
     from jax.sharding import PartitionSpec
@@ -43,21 +41,9 @@ def programs() -> tuple[Any, Any, Any]:
         check_vma=False,
     )
     lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P())
-    return lifted, jax.jit(by_hand), dm.distribute(np.arange(64.0, dtype=np.float32), dm.P("dp"))
-
-
-def ratio_of_eager_to_jit(repeats: int = 200) -> float:
-    """Return the time of an eager call of a lifted function over that of a hand-jitted one, medians."""
-    import jax
-
-    lifted, by_hand, x = programs()
-    seconds: dict[int, list[float]] = {0: [], 1: []}
-    for _ in range(repeats + 3):
-        for which, fn in enumerate((lifted, by_hand)):
-            begin = time.perf_counter()
-            jax.block_until_ready(fn(x))
-            seconds[which].append(time.perf_counter() - begin)
-    return statistics.median(seconds[0][3:]) / statistics.median(seconds[1][3:])
+    table = {str(number): float(number) for number in range(100)}
+    capturing = dm.shard_map(lambda x: dm.ops.all_reduce(x * table["1"], "dp"), dm.P("dp"), dm.P())
+    return lifted, capturing, jax.jit(by_hand), dm.distribute(np.arange(64.0, dtype=np.float32), dm.P("dp"))
 
 
 def measure() -> None:
@@ -66,12 +52,13 @@ def measure() -> None:
 
     with dm.session(backend="jax", world_size=4):
         state = dm.init_parallel_state(dp_size=4)
-        lifted, by_hand, x = programs()
+        lifted, capturing, by_hand, x = programs()
         step = jax.jit(lambda x: x + 1)
         names = {
             "floor": two_contexts(state),
             "use": dm.use_parallel_state,
             "lifted": lifted,
+            "capturing": capturing,
             "by_hand": by_hand,
             "x": x,
             "step": step,
@@ -84,7 +71,11 @@ def measure() -> None:
         steps = {"jitted step, no scope": "step(x)"}
         by_jax = {"jitted step, under jax.set_mesh": "step(x)"}
         inside = {"jitted step, in a scope": "step(x)"}
-        calls = {"hand-jitted shard_map": "wait(by_hand(x))", "dm.shard_map, called eagerly": "wait(lifted(x))"}
+        calls = {
+            "hand-jitted shard_map": "wait(by_hand(x))",
+            "dm.shard_map, called eagerly": "wait(lifted(x))",
+            "dm.shard_map, 100 captured in a dict": "wait(capturing(x))",
+        }
         seconds = interleaved({row: repeated(code, names) for row, code in scopes.items()}, number=5_000)
         table(f"scopes, jax {jax.__version__}", seconds, {"use_parallel_state('base')": "user context + set_mesh"})
         seconds = interleaved({row: repeated(code, names) for row, code in steps.items()}, number=300)
@@ -95,7 +86,7 @@ def measure() -> None:
         floors = {"jitted step, in a scope": "jitted step, under jax.set_mesh"}
         table("dispatch of a jitted step over 4 devices", seconds, floors)
         seconds = interleaved({row: repeated(code, names) for row, code in calls.items()}, number=200)
-        table("eager calls", seconds, {"dm.shard_map, called eagerly": "hand-jitted shard_map"})
+        table("eager calls", seconds, dict.fromkeys(list(calls)[1:], "hand-jitted shard_map"))
 
 
 if __name__ == "__main__":
