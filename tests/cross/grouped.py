@@ -1,13 +1,15 @@
-"""Collectives over any partition of a state's ranks: run on a backend, and what numpy says they are.
+"""Collectives over any partition of a state's ranks, on every backend, held to what numpy says they are.
 
-Blocks differ in every element and on every rank. The objective is the sum over ranks of a weighted sum of each result.
+Blocks differ in every element and on every rank.
 """
 
 import numpy as np
 
 import dualmesh as dm
-from tests.contract import oracle
-from tests.worlds import compiled
+from dualmesh.testing import compare_places
+from dualmesh.testing.contract import oracle
+
+SLOW_S = 400.0  # eight processes on a busy machine
 
 SHAPED = (
     ("all_gather", {"dim": 1}),
@@ -28,68 +30,48 @@ ANYWHERE = (
 """Verbs that keep shapes, so that groups may differ in size, down to 2."""
 
 
-def blocks_of(count, side, seed=0):
-    """Return a block per rank, (count, side, side), and weights of the same shape."""
-    draw = np.random.default_rng(seed)
-    return draw.normal(size=(2, count, side, side))
+def blocks_of(count, side, seed):
+    """Return a block per rank, (count, side, side)."""
+    return np.random.default_rng(seed).normal(size=(count, side, side))
 
 
-def found(spec, calls, side, ranks=None):
-    """Register a state; return {(axis, verb, settings): (results, gradients)} by its world, or None outside."""
-    state = dm.init_parallel_state(spec=spec, ranks=ranks)
-    if not state.is_member:
-        return None
-    x, w = (dm.distribute(array, dm.P("world")) for array in blocks_of(state.size("world"), side))
-    return {call: _one(state, call, x, w) for call in calls}
-
-
-def _one(state, call, x, w):
-    axis, verb, settings = call
-
-    def result(x):
-        return getattr(dm.ops, verb)(x[0], axis, **dict(settings))[None, ...]
-
-    world = dm.P("world")
-    value = dm.to_numpy(compiled(dm.shard_map(result, world, world))(x))
-    if state.backend == "sim":
-        return value, None
-
-    def objective(x, w):
-        y = result(x)
-        return dm.ops.all_reduce((y * w[0].reshape(-1)[: y[0, 0].shape[0]]).sum(), "world")
-
-    lifted = dm.shard_map(objective, (world, world), dm.P())
-    return value, dm.to_numpy(compiled(dm.value_and_grad(lifted))(x, w)[1])
-
-
-def expected(groups, order, call, side):
-    """Return (results, gradients) over the ranks `order`, from groups of these ranks in index order."""
+def expected(groups, order, call, x, weights):
+    """Return (results, gradients for weights of the results) over the ranks `order`, from groups in index order."""
     _, verb, settings = call
-    x, w = blocks_of(len(order), side)
     place = {rank: position for position, rank in enumerate(order)}
     values, gradients = [None] * len(order), [None] * len(order)
     for group in groups:
         at = [place[rank] for rank in group]
-        found = oracle.forward(verb, [x[i] for i in at], len(group), **dict(settings))
-        weights = [np.broadcast_to(w[i].reshape(-1)[: y.shape[-1]], y.shape) for i, y in zip(at, found, strict=True)]
-        back = oracle.backward(verb, weights, len(group), **dict(settings))
+        found = oracle.forward(verb, [x[i] for i in at], len(group), **settings)
+        back = [None] * len(group)
+        if weights is not None:
+            back = oracle.backward(verb, [weights[i] for i in at], len(group), **settings)
         for i, y, d in zip(at, found, back, strict=True):
             values[i], gradients[i] = y, d
-    return np.stack(values), np.stack(gradients)
+    return np.stack(values), gradients
 
 
-def calls_over(axes, verbs):
-    """Return calls as hashable data: every verb over every axis."""
-    return [(axis, verb, tuple(settings.items())) for axis in axes for verb, settings in verbs]
+def check(spec, partitions, order, side, verbs, *, world_size, ranks=None):
+    """Hold every verb over every axis, on every backend, to numpy; `partitions` has the groups of each axis."""
+    calls = [(axis, verb, settings) for axis in partitions for verb, settings in verbs]
+    blocks = [blocks_of(len(order), side, seed) for seed in range(len(calls))]
 
+    def every(*xs):
+        pairs = zip(xs, calls, strict=True)
+        return tuple(getattr(dm.ops, verb)(x[0], axis, **settings)[None, ...] for x, (axis, verb, settings) in pairs)
 
-def check(answers, partitions, order, side):
-    """Compare what every process found with numpy; `partitions` has the groups of each axis."""
-    members = [answer for answer in answers if answer is not None]
-    assert members
-    for answer in members:
-        for call, (value, gradient) in answer.items():
-            wanted, wanted_gradient = expected(partitions[call[0]], order, call, side)
-            np.testing.assert_allclose(value, wanted, rtol=1e-12, err_msg=str(call))
-            if gradient is not None:
-                np.testing.assert_allclose(gradient, wanted_gradient, rtol=1e-12, atol=1e-12, err_msg=str(call))
+    def numpys(weights):
+        cases = zip(calls, blocks, weights, strict=True)
+        return [expected(partitions[call[0]], order, call, x, weight) for call, x, weight in cases]
+
+    compare_places(
+        every,
+        blocks,
+        *(dm.P("world"), dm.P("world"), spec),
+        wrt=range(len(calls)),
+        expected=tuple(value for value, _ in numpys([None] * len(calls))),
+        pullback=lambda weights: [np.stack(gradients) for _, gradients in numpys(weights)],
+        ranks=ranks,
+        world_size=world_size,
+        timeout_s=SLOW_S,
+    )

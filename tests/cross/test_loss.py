@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
+from array_api_compat import array_namespace
 
+import dualmesh as dm
+from dualmesh.testing import compare_places
 from tests.worlds import wide_worlds
 
 COUNTS = [  # tokens per rank, per micro-batch
@@ -22,52 +25,38 @@ def batches(counts):
     return draw.normal(size=held.shape).reshape(len(counts), -1), held.reshape(len(counts), -1).astype(float)
 
 
-def means(cases):
-    """Return, per case, the sum over ranks of the objectives, the values that ranks see, and the gradient by w."""
-    from array_api_compat import array_namespace
-
-    import dualmesh as dm
-
-    state = dm.init_parallel_state(ulysses_size=2, dp_size=2)
-
-    def each(w, x, held, axis=None):
-        xp = array_namespace(w)
+def means(w, xs, marks):
+    """Return, per case, the sum over ranks of the objectives, and the value that each rank sees."""
+    xp = array_namespace(w)
+    answers = []
+    for x, held in zip(xs, marks, strict=True):
         total = None if x.shape[0] == 1 else dm.ops.all_reduce(xp.sum(held), "dp_sp")
         found = [
-            dm.token_mean(xp.sum((w * x[i]) ** 2 * held[i]), xp.sum(held[i]), axis, total=total)
-            for i in range(x.shape[0])
+            dm.token_mean(xp.sum((w * x[i]) ** 2 * held[i]), xp.sum(held[i]), total=total) for i in range(x.shape[0])
         ]
         objective, value = (sum(part) for part in zip(*found, strict=True))
-        return dm.ops.all_reduce(objective, "dp_sp"), xp.reshape(value, (1,))
-
-    answers = []
-    for x, held in cases:
-        spec = dm.P(None, "dp_sp")
-        specs = (dm.P(), spec, spec)
-        inputs = [dm.distribute(one, own) for one, own in zip((np.array(1.5), x, held), specs, strict=True)]
-        answer = [dm.to_numpy(y) for y in dm.shard_map(each, specs, (dm.P(), dm.P("dp_sp")))(*inputs)]
-        if state.backend != "sim":
-            loss = dm.shard_map(lambda *x: each(*x)[0], specs, dm.P())
-            answer.append(dm.to_numpy(dm.value_and_grad(loss)(*inputs)[1]))
-        answers.append(answer)
-    return answers
+        answers.append((dm.ops.all_reduce(objective, "dp_sp"), xp.reshape(value, (1,))))
+    return tuple(answers)
 
 
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_objectives_add_up_to_the_mean_over_all_tokens(backend):
-    cases = [batches(counts) for counts in COUNTS]
-    for answers in wide_worlds()[backend](means, cases, world_size=4):
-        for (x, held), answer in zip(cases, answers, strict=True):
-            mean = np.sum((1.5 * x) ** 2 * held) / max(held.sum(), 1)
-            wanted = (mean, np.full(4, mean), 2 * mean / 1.5)
-            for found, value in zip(answer, wanted, strict=backend != "sim"):
-                np.testing.assert_allclose(found, value, rtol=1e-14)
+def test_objectives_add_up_to_the_mean_over_all_tokens():
+    xs, marks = zip(*map(batches, COUNTS), strict=True)
+    wanted = [np.sum((1.5 * x) ** 2 * held) / max(held.sum(), 1) for x, held in zip(xs, marks, strict=True)]
+    tokens = dm.P(None, "dp_sp")
+    compare_places(
+        means,
+        *([np.array(1.5), xs, marks], [dm.P(), tokens, tokens], tuple([(dm.P(), dm.P("dp_sp"))] * len(COUNTS))),
+        dm.parallel_spec(ulysses_size=2, dp_size=2),
+        wrt=[0],
+        expected=tuple((mean, np.full(4, mean)) for mean in wanted),
+        # The values, for the log, are cut off.
+        pullback=lambda ws: [sum(w * 2 * mean / 1.5 for (w, _), mean in zip(ws, wanted, strict=True))],
+        rtol=1e-13,
+    )
 
 
 def norms(values):
     """Return the norms of arrays laid out in several ways, in one tree."""
-    import dualmesh as dm
-
     dm.init_parallel_state(dp_shard_size=2, tp_size=2, ep_size=2)
     specs = (dm.P(), dm.P("dp", "tp"), dm.P("tp"), dm.P("ep"))
     laid_out = {str(i): dm.distribute(x, spec) for i, (x, spec) in enumerate(zip(values, specs, strict=True))}
@@ -85,29 +74,22 @@ def test_every_array_counts_once_in_a_global_norm(backend):
         np.testing.assert_allclose(found, wanted, rtol=1e-13)
 
 
-def block_norms(x):
-    """Return norms, of several orders, of blocks that differ along tp only."""
-    import dualmesh as dm
-
-    dm.init_parallel_state(dp_size=2, tp_size=2)
-    orders = (2, 3, float("inf"))
-    each = dm.shard_map(lambda x: tuple(dm.global_norm([x], order, "tp") for order in orders), dm.P("tp"), dm.P())
-    return [float(dm.to_numpy(norm)) for norm in each(dm.distribute(x, dm.P("tp")))]
+ORDERS = (2, 3, float("inf"))
 
 
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_blocks_along_an_axis_count_as_one_array(backend):
+def test_blocks_along_an_axis_count_as_one_array():
     x = np.random.default_rng(6).normal(size=(4, 3))
-    wanted = [np.linalg.norm(x.reshape(-1), order) for order in (2, 3, np.inf)]
-    for found in wide_worlds()[backend](block_norms, x, world_size=4):
-        np.testing.assert_allclose(found, wanted, rtol=1e-14)
+    compare_places(
+        lambda x: tuple(dm.global_norm([x], order, "tp") for order in ORDERS),
+        *([x], dm.P("tp"), dm.P(), dm.parallel_spec(dp_size=2, tp_size=2)),
+        expected=tuple(np.linalg.norm(x.reshape(-1), order) for order in ORDERS),
+        rtol=1e-13,
+    )
 
 
 def plain_norms():
     """Return norms of plain blocks: equal ones, ones split over tp; and what a wrong order says."""
     import torch
-
-    import dualmesh as dm
 
     state = dm.init_parallel_state(tp_size=2, dp_size=1)
     equal, split = torch.tensor([3.0, 0.0]), torch.tensor([3.0, 4.0])[state.index("tp")].reshape(1)
@@ -129,7 +111,6 @@ def test_plain_blocks_count_as_equal_unless_an_axis_splits_them():
 
 
 def test_before_any_state_one_process_has_all_there_is():
-    import dualmesh as dm
     from dualmesh.solo import solo_state
 
     solo_state.cache_clear()  # it warns once in a process

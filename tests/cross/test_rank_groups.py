@@ -24,37 +24,25 @@ def run(backend, fn, *args, world_size):
         (8, [[7, 2, 4, 0], [1, 6]]),
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_of_any_size_and_order_reduce_like_numpy(backend, world_size, groups):
-    calls = grouped.calls_over(["group"], grouped.ANYWHERE)
-    answers = run(backend, grouped.found, dm.RankGroups(groups), calls, 3, world_size=world_size)
-    grouped.check(answers, {"group": groups}, sorted(chain(*groups)), 3)
+def test_groups_of_any_size_and_order_reduce_like_numpy(world_size, groups):
+    order = sorted(chain(*groups))
+    grouped.check(dm.RankGroups(groups), {"group": groups}, order, 3, grouped.ANYWHERE, world_size=world_size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_of_one_size_do_everything(backend):
+def test_groups_of_one_size_do_everything():
     axes = {"pair": [[3, 1], [0, 2]], "all": [[2, 0, 3, 1]]}
-    calls = grouped.calls_over(axes, grouped.SHAPED + grouped.ANYWHERE)
-    answers = run(backend, grouped.found, dm.GroupSpec(axes), calls, 4, world_size=4)
-    grouped.check(answers, axes, range(4), 4)
+    grouped.check(dm.GroupSpec(axes), axes, range(4), 4, grouped.SHAPED + grouped.ANYWHERE, world_size=4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_with_an_offset_leave_the_first_ranks_alone(backend):
+def test_groups_with_an_offset_leave_the_first_ranks_alone():
     spec = dm.RankGroups([[1, 0], [3, 2]], rank_offset=4)
-    calls = grouped.calls_over(["group"], grouped.SHAPED)
-    answers = run(backend, grouped.found, spec, calls, 4, world_size=8)
-    if backend == "torch":
-        assert [answer is None for answer in answers] == [True] * 4 + [False] * 4
-    grouped.check(answers, {"group": [[5, 4], [7, 6]]}, range(4, 8), 4)
+    grouped.check(spec, {"group": [[5, 4], [7, 6]]}, range(4, 8), 4, grouped.SHAPED, world_size=8)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_groups_over_listed_ranks_count_in_the_order_of_the_list(backend):
-    calls = grouped.calls_over(["group"], grouped.SHAPED)
+def test_groups_over_listed_ranks_count_in_the_order_of_the_list():
     ranks = (6, 1, 5, 2)
-    answers = run(backend, grouped.found, dm.RankGroups([[1, 0], [2, 3]]), calls, 4, ranks, world_size=8)
-    grouped.check(answers, {"group": [[1, 6], [5, 2]]}, ranks, 4)
+    spec = dm.RankGroups([[1, 0], [2, 3]])
+    grouped.check(spec, {"group": [[1, 6], [5, 2]]}, ranks, 4, grouped.SHAPED, world_size=8, ranks=ranks)
 
 
 def answers_about_ranks():

@@ -1,40 +1,28 @@
 """The seed's sequence functions: torch, JAX and sim against numpy, values and the gradients its callers count on."""
 
 import numpy as np
-import pytest
 
+import dualmesh as dm
+from dualmesh.testing import compare_places
 from tests.worlds import wide_worlds
 
 SIZE, LENGTHS = 4, (3, 1, 0, 2)
 
 
-def gradients_of(fn, inputs, weights, specs):
-    """Return the value and the input's gradient per rank of `fn` over blocks, weighted by its own cotangent."""
-    from array_api_compat import array_namespace
-
-    import dualmesh as dm
-
-    def each(x, w):
-        y = fn(x[0])
-        return dm.ops.all_reduce(array_namespace(y).sum(y * w[0]), "world"), y[None, ...]
-
-    each_spec = dm.P("world")
-    x, w = dm.distribute(inputs, each_spec), dm.distribute(weights, each_spec)
-    answer = [dm.to_numpy(dm.shard_map(each, (each_spec,) * 2, (dm.P(), each_spec))(x, w)[1])]
-    if dm.get_parallel_state().backend != "sim":
-        loss = dm.shard_map(lambda x, w: each(x, w)[0], (each_spec,) * 2, dm.P())
-        answer.append(dm.to_numpy(dm.value_and_grad(loss)(x, w)[1]))
-    return answer
-
-
-def seed_runs(cases):
-    """Return {name: [values per rank, gradients per rank]}."""
-    import dualmesh as dm
-
-    state = dm.init_parallel_state(ulysses_size=SIZE)
+def seed_functions():
+    """Return, by name, the functions of this rank's block, for the ambient state."""
+    state = dm.get_parallel_state()
     seq = dm.sequence
     group = state.group("sp") if state.backend == "torch" else "sp"
-    calls = {
+
+    def own(x):
+        index = dm.ops.axis_index("sp")
+        return x[: LENGTHS[index]] if isinstance(index, int) else x
+
+    def whole(x):
+        return seq.pad_tensor(x, 0, max(LENGTHS) - x.shape[0])
+
+    return {
         "slice": lambda x: seq.slice_input_tensor(x, 0, group=group),
         "slice padded": lambda x: seq.slice_input_tensor(x, 1, padding_value=7),
         "slice scaled": lambda x: seq.slice_input_tensor_scale_grad(x, 0),
@@ -54,18 +42,9 @@ def seed_runs(cases):
         ),
     }
 
-    def own(x):
-        index = dm.ops.axis_index("sp")
-        return x[: LENGTHS[index]] if isinstance(index, int) else x
-
-    def whole(x):
-        return seq.pad_tensor(x, 0, max(LENGTHS) - x.shape[0])
-
-    return {name: gradients_of(calls[name], x, w, None) for name, (x, w) in cases.items()}
-
 
 def expected(name, x, w):
-    """Return (values, gradients) in numpy, per rank."""
+    """Return (values, gradients for weights of the values) in numpy, per rank."""
     n = SIZE
     ranks = range(n)
 
@@ -139,37 +118,28 @@ SHAPES = {  # name: (block, result)
     "packed": ((3, 2), (6, 2)),
     "packed, taken": ((3, 2), (3, 2)),
 }
+EACH = dm.P("world")
 
 
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_values_and_gradients_are_the_seeds(backend):
+def every_function(*blocks):
+    functions = seed_functions().values()
+    return tuple(fn(block[0])[None, ...] for fn, block in zip(functions, blocks, strict=True))
+
+
+def test_values_and_gradients_are_the_seeds():
     draw = np.random.default_rng(5)
-    cases = {name: tuple(draw.normal(size=(SIZE, *s)) for s in shapes) for name, shapes in SHAPES.items()}
-    for found in wide_worlds()[backend](seed_runs, cases, world_size=SIZE):
-        for name, (x, w) in cases.items():
-            for got, wanted in zip(found[name], expected(name, x, w), strict=backend != "sim"):
-                np.testing.assert_allclose(got, np.stack(wanted), rtol=1e-14, atol=1e-14, err_msg=name)
-
-
-def reduced_losses():
-    """Return, per case, the loss and its gradient by the own mean, per rank."""
-    import dualmesh as dm
-
-    dm.init_parallel_state(ulysses_size=2, cp_size=2)
-    spec, answers = dm.P("world"), []
-    for means, counts in LOSSES:
-        x, n = dm.distribute(np.array(means), spec), dm.distribute(np.array(counts), spec)
-
-        def reduced(x, n):
-            y = dm.sequence.reduce_sequence_parallel_loss(x[0], n[0])
-            return dm.ops.all_reduce(y, "world"), y[None]
-
-        answer = [dm.to_numpy(dm.shard_map(reduced, (spec, spec), (dm.P(), spec))(x, n)[1])]
-        if dm.get_parallel_state().backend != "sim":
-            loss = dm.shard_map(lambda x, n: reduced(x, n)[0], (spec, spec), dm.P())
-            answer.append(dm.to_numpy(dm.value_and_grad(loss)(x, n)[1]))
-        answers.append(answer)
-    return answers
+    arrays, unweighted = zip(
+        *((draw.normal(size=(SIZE, *x)), np.zeros((SIZE, *y))) for x, y in SHAPES.values()), strict=True
+    )
+    named = list(zip(SHAPES, arrays, strict=True))
+    compare_places(
+        every_function,
+        *(arrays, EACH, EACH, dm.parallel_spec(ulysses_size=SIZE)),
+        wrt=range(len(arrays)),
+        expected=tuple(np.stack(expected(name, x, w)[0]) for (name, x), w in zip(named, unweighted, strict=True)),
+        pullback=lambda ws: [np.stack(expected(name, x, w)[1]) for (name, x), w in zip(named, ws, strict=True)],
+        rtol=1e-13,
+    )
 
 
 LOSSES = [
@@ -179,21 +149,28 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_a_reduced_loss_weighs_by_tokens_and_survives_ranks_without(backend):
-    for found in wide_worlds()[backend](reduced_losses, world_size=4):
-        for (means, counts), answer in zip(LOSSES, found, strict=True):
-            total = max(sum(counts), 1)
-            value = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / total
-            for got, wanted in zip(answer, ([value] * 4, np.array(counts) / total), strict=backend != "sim"):
-                np.testing.assert_allclose(got, wanted, rtol=1e-14)
+def reduced(means, counts):
+    pairs = zip(means, counts, strict=True)
+    return tuple(dm.sequence.reduce_sequence_parallel_loss(x[0], n[0])[None] for x, n in pairs)
+
+
+def test_a_reduced_loss_weighs_by_tokens_and_survives_ranks_without():
+    means, counts = ([np.array(one) for one in side] for side in zip(*LOSSES, strict=True))
+    totals = [max(n.sum(), 1) for n in counts]
+    values = [np.nansum(x * n) / total for x, n, total in zip(means, counts, totals, strict=True)]
+    compare_places(
+        reduced,
+        *([means, counts], EACH, EACH, dm.parallel_spec(ulysses_size=2, cp_size=2)),
+        wrt=[0],
+        expected=tuple(np.full(4, value) for value in values),
+        pullback=lambda ws: [[w * n / total for w, n, total in zip(ws, counts, totals, strict=True)]],
+        rtol=1e-13,
+    )
 
 
 def exchanged_lengths():
     """Return the packed sequence of sequences whose lengths only their ranks know, and what is wrong by name."""
     import torch
-
-    import dualmesh as dm
 
     state = dm.init_parallel_state(ulysses_size=SIZE)
     index = state.index("sp")
