@@ -117,21 +117,20 @@ def variables(env: Mapping[str, str]) -> Iterator[Finding]:
 def ports(env: Mapping[str, str]) -> Iterator[Finding]:
     """Look whether the port is free where the processes are to meet, if that is this machine. *Local.*"""
     host, text = env.get("MASTER_ADDR") or "127.0.0.1", env.get("MASTER_PORT") or str(DEFAULT_PORT)
-    if not text.isdecimal() or env.get("RANK", "0") != "0" or not _is_here(host):
-        return
-    is_given = bool(env.get("MASTER_PORT"))
-    if is_free(int(text)):
+    if text == "0" or env.get("RANK", "0") != "0" or not _is_here(host):
+        return  # 0 lets the launcher choose; elsewhere other processes listen
+    if not text.isdecimal() or int(text) >= 65536:
+        yield Finding("port", "problem", f"MASTER_PORT={text!r} is no port", "Set it to a number below 65536")
+    elif is_free(int(text)):
         yield Finding("port", "ok", f"{host}:{text} is free")
-        return
-    cure = "Choose another: MASTER_PORT, or torchrun --master-port; 0 lets torchrun choose. Or end what listens there"
-    by_default = "" if is_given else ", where torchrun meets when no port is given"
-    yield Finding("port", "problem", f"port {text} of this machine is in use{by_default}", cure)
+    else:
+        by_default = "" if env.get("MASTER_PORT") else ", where torchrun meets when no port is given"
+        cure = "Choose another: MASTER_PORT, or torchrun --master-port. Or end what listens there"
+        yield Finding("port", "problem", f"port {text} of this machine is in use{by_default}", cure)
 
 
 def is_free(port: int) -> bool:
     """Tell whether a TCP port of this machine can be listened on. *Local.*"""
-    if not 0 < port < 65536:
-        return False
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as those who will listen there do
         try:

@@ -46,7 +46,7 @@ def _asked(
 ) -> list[Finding]:
     (report,) = _answers([["report", name, *modules]], [dict(os.environ)], timeout_s)
     if "error" in report:
-        return [Finding(name, "problem", report["error"], f"See that `python -c 'import {name}'` works")]
+        return [Finding(name, "problem", report["error"], f"Mend `python -c 'import {', '.join([*modules, name])}'`")]
     found = list(_findings(name, report, modules, ranks_here))
     if with_smoke and not report["started_early"]:
         found.append(_smoke(name, report["holds_one_rank"], modules, timeout_s))

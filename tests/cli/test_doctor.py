@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dualmesh.cli.diagnosis import ports
+
 ROOT = Path(__file__).parent.parent.parent
 NEEDED = ("numpy", "array_api_compat", "absl", "rich", "markdown_it", "mdurl", "pygments", "yaml")
 
@@ -89,3 +91,17 @@ def test_two_ranks_of_each_framework_add_up():
     found = {one["check"]: one["found"] for one in answer["findings"]}
     assert found["torch smoke test"] == "2 processes add up to [4.0, 6.0]"
     assert found["jax smoke test"] == "2 devices of one process add up to [4.0, 6.0]"
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"MASTER_PORT": "0"}, []),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT='70000' is no port"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT='http' is no port"]),
+        ({"MASTER_PORT": "1", "MASTER_ADDR": "elsewhere.example"}, []),
+        ({"MASTER_PORT": "1", "RANK": "3"}, []),
+    ],
+)
+def test_only_a_port_that_this_process_is_to_open_is_looked_at(variables, found):
+    assert [one.found for one in ports(variables)] == found
