@@ -13,7 +13,7 @@ from dualmesh_jax.store import JaxStore
 NOUNS = ("process", "processes")
 
 
-def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], store: JaxStore) -> None:
+def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], world: str, store: JaxStore) -> None:
     """Return once all processes that hold ranks of the states mean the same states. *Collective over those processes.*
 
     Collective order: sets of processes are agreed on in one common order, so that no two wait for each other.
@@ -21,6 +21,7 @@ def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], store: J
     Args:
         plans: The states to be built.
         process_of: The process that holds each session rank.
+        world: What of the world the states depend on beside that, in words.
         store: Shared by the processes.
     """
     by_processes: dict[tuple[int, ...], list[str]] = {}
@@ -29,7 +30,7 @@ def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], store: J
         by_processes.setdefault(holders, []).append(_said(plan))
     for holders, said in sorted(by_processes.items()):
         if store.process in holders:
-            text = f"{len(said)} to build by dualmesh {__version__}: " + "; ".join(said)
+            text = f"{len(said)} to build by dualmesh {__version__}{world}: " + "; ".join(said)
             matter = Matter("init_parallel_state", holders, store.process, text, nouns=NOUNS)
             agree(store, matter, environment.timeout_s())
 

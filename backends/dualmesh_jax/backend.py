@@ -103,7 +103,7 @@ class JaxBackend(Backend):
                 )
         if self._store is not None:
             process_of = {rank: device.process_index for rank, device in enumerate(self._book.devices)}
-            agree_on(plans, process_of, self._store)
+            agree_on(plans, process_of, self._book.said(ordered_devices()), self._store)
         shared = [self._book.shared(members(plan), plan.topology) for plan in plans]
         built = [JaxState(plan, world, mesh, self._store) for plan, mesh in zip(plans, shared, strict=True)]
         self._states += built

@@ -137,6 +137,13 @@ class MeshBook:
             caution(text)
         return own
 
+    def said(self, usual: Sequence[jax.Device]) -> str:
+        """Write what meshes depend on beside topologies, where it is not the usual: axis types, devices. *Pure.*"""
+        said = "" if self._types is AxisType.Auto else f", axis_types={self._types.name.lower()!r}"
+        if self.devices == tuple(usual[: len(self.devices)]):
+            return said
+        return f"{said}, device_order={[device.id for device in self.devices]}"
+
     def keep_only(self, used: set[int]) -> None:
         """Forget the meshes whose serial is not among `used`. *Local.*"""
         kept = {order: [mesh for mesh in known if mesh.serial in used] for order, known in self._by_order.items()}

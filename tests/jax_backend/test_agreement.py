@@ -1,7 +1,9 @@
 """Processes that do not mean the same states get an error in time, nothing is built, and a corrected call works."""
 
+import re
 import time
 
+import numpy as np
 import pytest
 
 import dualmesh as dm
@@ -15,7 +17,6 @@ def attempted(wrong, timeout_s):
     import os
 
     import jax
-    import numpy as np
 
     os.environ["DUALMESH_TIMEOUT_S"] = str(timeout_s)
     start, said = time.monotonic(), None
@@ -52,6 +53,10 @@ def other_settings(process):
     dm.init_parallel_state(dp_size=4, dp_mode="fsdp2" if process else "ddp")
 
 
+def other_names(process):
+    dm.init_parallel_state(dp_size=4, name=f"state{process}")
+
+
 @pytest.mark.parametrize(
     ("wrong", "kind", "parts"),
     [
@@ -59,6 +64,7 @@ def other_settings(process):
         ("other_ranks", "AgreementError", ["process 0: 1 to build", "ranks=(3, 1, 2, 0)"]),
         ("never_comes", "GroupTimeoutError", ["process 1 did not come within 3 s, of 2 processes"]),
         ("other_settings", "AgreementError", ["process 0: ", "dp_mode='ddp'"]),
+        ("other_names", "AgreementError", ["process 0: ", "'state0': ", "'state1': "]),
     ],
 )
 def test_disagreement_is_named_on_every_process_and_can_be_corrected(wrong, kind, parts):
@@ -70,6 +76,41 @@ def test_disagreement_is_named_on_every_process_and_can_be_corrected(wrong, kind
             continue
         assert said[0] == kind
         assert all(part in said[1] for part in [*parts, "Nothing was built"])
+
+
+def opened_otherwise(setting):
+    """Open the world with a setting that the other process does not give; return what building a state says."""
+    import jax
+
+    dm.init_distributed("jax").close()
+    settings = {
+        "device_order": {"device_order": jax.devices()[2:] + jax.devices()[:2]},
+        "swapped in one process": {"device_order": [jax.devices()[place] for place in (0, 1, 3, 2)]},
+        "axis_types": {"axis_types": "explicit"},
+    }[setting]
+    with dm.session("jax", timeout_s=20.0, **(settings if jax.process_index() else {})) as session:
+        with pytest.raises(dm.errors.AgreementError) as said:
+            dm.init_parallel_state(dp_size=4)
+        assert session.states() == []
+    with dm.session("jax", timeout_s=20.0, **settings):
+        dm.init_parallel_state(dp_size=4)
+        total = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp"), dm.P("dp"), dm.P())
+        return str(said.value), dm.to_numpy(total(np.arange(4.0))).tolist()
+
+
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    [
+        ("device_order", r"process 1: 1 to build .*, device_order=\[\d+, \d+, 0, 1\]"),
+        ("swapped in one process", r"process 1: 1 to build .*, device_order=\[0, 1, \d+, \d+\]"),
+        ("axis_types", "process 1: 1 to build .*, axis_types='explicit'"),
+    ],
+)
+def test_worlds_that_were_opened_otherwise_are_no_world(setting, part):
+    for said, total in processes(opened_otherwise, setting, devices=(2, 2)):
+        assert re.search(part, said), said
+        assert "process 0: 1 to build" in said
+        assert total == [6.0]
 
 
 def left_alone():
