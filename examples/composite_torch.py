@@ -50,8 +50,9 @@ class Talker(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
-        return self.head(hidden + self.experts(hidden.flatten(0, 1)).view_as(hidden))
+        """Return the logits of every token, in rows."""
+        rows = hidden.flatten(0, 1)
+        return self.head(rows + self.experts(rows))
 
 
 class Experts(nn.Module):
@@ -127,7 +128,7 @@ class Trainer:
             hidden = dm.reshard(hidden, src=("thinker", TOKENS), dst=("talker", ROWS))
             targets = dm.reshard(targets, src=("base", ROWS), dst=("talker", ROWS))
             logits = self.talker(hidden)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
             objective, value = dm.token_mean(loss, targets.numel())
             objective.backward()
             dm.clip_grad_norm_(self.model, MAX_NORM)  # base has all ranks; whose meshes parameters lie on is seen
