@@ -111,18 +111,27 @@ def test_what_may_differ_is_told_only_where_ranks_do_not_agree():
         assert "rank 1: y, at line 1" in str(error)
 
 
-def test_a_rank_that_did_not_come_is_said_to_be_where_it_was_last():
-    store = MemoryStore()
-    store.set("dualmesh/at/1", "a gather, at line 7")
-    with pytest.raises(GroupTimeoutError, match="rank 1 came last to a gather, at line 7"):
-        agree(store, Matter("sum", (0, 1), 0, "x", topic="/tp", undone="Nothing was sent."), 0.1)
+def test_matters_of_the_same_ranks_do_not_mix_and_each_says_where_the_other_rank_is():
+    store, found = MemoryStore(), {}
 
+    def come(rank, topic):
+        matter = Matter(
+            "sum", (0, 1), rank, "x", f", at line {rank}", topic, is_traced=True, undone="Nothing was sent."
+        )
+        try:
+            agree(store, Matter("sum", (0, 1), rank, "x", **settings), 0.4)
+        except GroupTimeoutError as error:
+            found[rank] = str(error)
 
-def test_matters_of_the_same_ranks_with_other_topics_do_not_mix():
-    store = MemoryStore()
-    with pytest.raises(GroupTimeoutError):
-        agree(store, Matter("sum", (0, 1), 0, "x", topic="/tp"), 0.1)
-    assert outcomes(store, {0: "y", 1: "y"}, topic="/dp") == {0: None, 1: None}
+    threads = [threading.Thread(target=come, args=one) for one in ((0, "/tp"), (1, "/dp"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for rank in (0, 1):
+        assert f"rank {1 - rank} did not come within 0.4 s, of 2 ranks" in found[rank]
+        assert f"rank {1 - rank} came last to sum: x, at line {1 - rank}" in found[rank]
+        assert "Nothing was sent" in found[rank]
 
 
 def test_a_roll_call_gives_the_words_of_those_who_come():
