@@ -84,6 +84,38 @@ def test_the_process_default_is_part_of_the_jit_key():
 
 
 @in_jax()
+def test_what_jit_keys_on_is_a_small_value_that_keeps_no_state_alive():
+    import gc
+    import weakref
+
+    import jax
+
+    from dualmesh_jax.keys import key_of
+
+    def step(x):
+        with dm.use_parallel_state("talker"):
+            y = dm.constrain(x, dm.P("dp"))
+        return y * dm.get_parallel_state().size("dp")
+
+    states = two_grids()
+    keys = [key_of(state) for state in states.values()]
+    assert len({*keys}) == 2
+    assert keys[0] == key_of(dm.get_parallel_state())
+    for key in keys:
+        assert {type(getattr(key, slot)).__name__ for slot in key.__slots__} == {"int", "StatePlan"}
+    size = jax.jit(step)
+    np.testing.assert_array_equal(np.asarray(size(X)), 4 * X)
+    kept = [weakref.ref(state) for state in states.values()]
+    dm.clear_parallel_state()
+    del states
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+    again = two_grids()
+    assert key_of(again["dense"]) != keys[0], "another mesh, another answer"
+    np.testing.assert_array_equal(np.asarray(size(X)), 4 * X)
+
+
+@in_jax()
 def test_a_scope_of_another_backends_state_rekeys_jit():
     import jax
 
