@@ -115,9 +115,7 @@ def test_matters_of_the_same_ranks_do_not_mix_and_each_says_where_the_other_rank
     store, found = MemoryStore(), {}
 
     def come(rank, topic):
-        matter = Matter(
-            "sum", (0, 1), rank, "x", f", at line {rank}", topic, is_traced=True, undone="Nothing was sent."
-        )
+        settings = {"beside": f", at line {rank}", "topic": topic, "is_traced": True, "undone": "Nothing was sent."}
         try:
             agree(store, Matter("sum", (0, 1), rank, "x", **settings), 0.4)
         except GroupTimeoutError as error:

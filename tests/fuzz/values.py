@@ -35,7 +35,9 @@ def is_left_out(value: Any) -> bool:
     """Tell whether a value says as much as none at all."""
     if isinstance(value, str):
         return not value.strip()
-    return value is None or (isinstance(value, list | tuple | dict | set) and not value)
+    if isinstance(value, dict):
+        return all(map(is_left_out, value.values()))
+    return value is None or (isinstance(value, list | tuple | set) and not value)
 
 
 def is_shown(value: Any, message: str) -> bool:
