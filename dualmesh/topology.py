@@ -104,6 +104,8 @@ class Topology:
                 found = self.joined.get(axis)
                 return found if found is not None else combined_layout(self, axis)
             return self.layouts[axis]
+        except UnknownAxisError:  # of one name in a tuple, which it says
+            raise
         except (KeyError, TypeError):
             raise self._unknown(axis) from None
 
