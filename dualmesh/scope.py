@@ -81,12 +81,14 @@ class ThreadMirror(threading.local):
 
 
 _CURRENT: ContextVar[Scope | None] = ContextVar("dualmesh_scope", default=None)
-# Compiled code cannot run these and `hold`: there the torch backend puts the thread's mirror in their place.
+# Compiled code cannot run these and `hold`: there the torch backend puts the thread's mirror in their place. Its
+# `write` returns None, since the mirror is then written.
 read = _CURRENT.get
-write = _CURRENT.set
+write: Callable[[Scope | None], object] = _CURRENT.set
 this_thread = ThreadMirror()
 _mirrors: tuple[ScopeMirror, ...] = ()
 _elsewhere: Callable[[], Scope | None] | None = None
+_explain: Callable[[BaseException], None] | None = None
 _default: ParallelState | None = None
 _default_name = "base"
 _named = registry.named
@@ -146,8 +148,8 @@ def push(scope: Scope) -> None:
     scope.held = None
     if _mirrors:
         hold(scope)
-    write(scope)
-    this_thread.scope = scope
+    if write(scope) is not None:
+        this_thread.scope = scope
 
 
 def pop(scope: Scope) -> None:
@@ -164,8 +166,8 @@ def pop(scope: Scope) -> None:
         return
     if scope.held is not None:
         release(scope)
-    write(scope.outer)
-    this_thread.scope = scope.before
+    if write(scope.outer) is not None:
+        this_thread.scope = scope.before
 
 
 def hold(scope: Scope) -> None:
@@ -273,20 +275,22 @@ class use_parallel_state(Scope):
         self.held = None
         if _mirrors:
             hold(self)
-        write(self)
-        this_thread.scope = self
+        if write(self) is not None:
+            this_thread.scope = self
         return state
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and _explain is not None:
+            _explain(error)
         if read() is not self or this_thread.scope is not self:
             self._leave(error)
             return
         if self.held is not None:
             release(self)
-        write(self.outer)
-        this_thread.scope = self.before
+        if write(self.outer) is not None:
+            this_thread.scope = self.before
 
     def _enter_again(self) -> ParallelState:
         """Enter a scope of its own: the object was entered before, here or in another thread or task."""
@@ -359,6 +363,12 @@ def set_elsewhere(find: Callable[[], Scope | None]) -> None:
     """Let `find` say which scope a thread is in that entered none: a framework's worker thread. *Local.*"""
     global _elsewhere
     _elsewhere = find
+
+
+def set_explainer(explain: Callable[[BaseException], None]) -> None:
+    """Let `explain` add notes to a framework's errors that leave a scope. *Local.*"""
+    global _explain
+    _explain = explain
 
 
 def add_mirror(mirror: ScopeMirror) -> None:

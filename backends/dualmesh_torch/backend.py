@@ -17,13 +17,14 @@ from dualmesh.border import Border
 from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
+from dualmesh.scope import set_explainer
 from dualmesh.state import ParallelState, StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.border import TorchBorder
 from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
-from dualmesh_torch.scope import carry_to_workers
+from dualmesh_torch.scope import carry_to_workers, explain
 from dualmesh_torch.state import TorchState
 from dualmesh_torch.transfer_carrier import TorchCarrier
 
@@ -39,6 +40,7 @@ class TorchBackend(Backend):
         self.pool: GroupPool | None = None
         self._fabric: tuple[GroupPool | None, TorchFabric] = (None, TorchFabric(None))
         carry_to_workers()
+        set_explainer(explain)
 
     def world(self) -> World | None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -105,8 +107,8 @@ class TorchBackend(Backend):
         if pool.is_real:
             agree_on(plans, pool.rank, pool.session)
         states = [TorchState(plan, world, pool) for plan in plans]
-        needs = {state: state.planned_keys() for state in states}
         try:
+            needs = {state: state.planned_keys() for state in states}
             if not private.has_member_groups():
                 pool.make_everywhere(key for state in states for key in state.everyones_keys())
             where = f"init_parallel_state of {listed(repr(plan.name) for plan in plans)}"
@@ -118,6 +120,7 @@ class TorchBackend(Backend):
             raise
         finally:
             pool.release(self)
+            pool.planned.clear()
         return list(states)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
@@ -131,7 +134,7 @@ class TorchBackend(Backend):
     def groups_in_use(self) -> tuple[GroupInUse, ...]:
         return tuple(
             GroupInUse(
-                *(key.ranks, key.lane, key.backend, key.device_type, key.options, group.group_name),
+                *(tuple(key.ranks), key.lane, key.backend, key.device_type, key.options, group.group_name),
                 states=tuple(name for user in users if isinstance(user, TorchState) for name in user.names),
             )
             for key, group, users in (self.pool.in_use() if self.pool is not None else ())

@@ -6,12 +6,13 @@ Nothing else in the backend touches a name that starts with an underscore.
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo import utils as dynamo
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import debug
 
@@ -205,6 +206,28 @@ def split_factor_of(placement: Any) -> int | None:
     """Return the split factor of a placement against mesh order, or None for others."""
     found = getattr(placement, "split_factor", None)
     return found if type(placement).__name__ == "_StridedShard" else None
+
+
+def _called(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+freely: Callable[..., Any] = getattr(dynamo, "_disable_side_effect_safety_checks_for_current_subtracer", _called)
+"""Call a function that torch.compile traces, and let it write to what outlives a checkpointed block.
+
+Reason: a scope that is opened in the block is left there too, so a recompute without these writes is right; no public
+name says so. Without it a scope opened in a compiled block is torch's "HOP: Unsafe side effect", which names its cure.
+"""
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Tell whether torch.compile gave up on a function that it compiled too often. Reason: the class is not public."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def recompile_limit() -> int | None:
+    """Return how often torch compiles one function. Reason: the setting is documented in a private module."""
+    return getattr(torch._dynamo.config, "recompile_limit", None)  # noqa: SLF001
 
 
 def version_of(x: torch.Tensor) -> int:

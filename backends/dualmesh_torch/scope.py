@@ -18,6 +18,12 @@ from dualmesh.unscoped import check_unscoped
 from dualmesh_torch import private
 
 _KEY = "dualmesh_scope"
+RECOMPILE_LIMIT = (
+    "dualmesh: code is compiled once for each state that it runs in, a state that was cleared and initialized again "
+    "being another, and torch stops at {limit} compiles of one function. Set torch._dynamo.config.recompile_limit "
+    "above the number of states; torch.compile of the same function once more shares its compiles. After "
+    "dm.clear_parallel_state(), torch._dynamo.reset() forgets those of ended states."
+)
 
 
 @torch.compiler.substitute_in_graph(core.read, skip_signature_check=True)
@@ -25,9 +31,13 @@ def _read() -> Scope | None:
     return core.this_thread.scope
 
 
-@torch.compiler.substitute_in_graph(core.write, skip_signature_check=True)  # type: ignore[arg-type]  # no Token there
+@torch.compiler.substitute_in_graph(core.write, skip_signature_check=True)
 def _write(scope: Scope | None) -> None:
-    """Do nothing: the core writes the mirror of the thread itself."""
+    private.freely(_set_thread, scope)
+
+
+def _set_thread(scope: Scope | None) -> None:
+    core.this_thread.scope = scope
 
 
 @torch.compiler.substitute_in_graph(core.hold)
@@ -55,6 +65,12 @@ class WorkerMirror:
 
     def allow_apart(self, scope: Scope | None) -> None:
         """Accept it: a context's own scope is right for code that is not compiled."""
+
+
+def explain(error: BaseException) -> None:
+    """Add to torch's error about too many compiles what is to be done. *Local.*"""
+    if not torch.compiler.is_compiling() and private.is_recompile_limit(error):
+        error.add_note(RECOMPILE_LIMIT.format(limit=private.recompile_limit()))
 
 
 def carry_to_workers() -> None:

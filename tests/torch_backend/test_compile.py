@@ -193,6 +193,12 @@ def remats():
         "plain": block,
         "remat": lambda x: dm.remat(block)(x),
         "context_fn": lambda x: checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_context_fn),
+        "context_fn, nested": lambda x: checkpoint(
+            lambda y: checkpoint(block, y, use_reentrant=False, context_fn=checkpoint_context_fn),
+            x,
+            use_reentrant=False,
+            context_fn=checkpoint_context_fn,
+        ),
         "compiled": compiled(lambda x: dm.remat(block)(x), "aot_eager"),
     }
     return [gradient(run) for run in forms.values()], set(seen)
@@ -200,7 +206,7 @@ def remats():
 
 def test_a_recompute_runs_under_the_scope_of_its_forward():
     for gradients, seen in torch_world(remats, world_size=4):
-        assert gradients == [gradients[0]] * 4
+        assert gradients == [gradients[0]] * 5
         assert seen == {"B"}
 
 

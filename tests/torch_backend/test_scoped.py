@@ -120,11 +120,16 @@ def test_copies_of_a_scoped_module_are_scoped_and_have_parameters_of_their_own()
 
 
 def recomputes():
+    import functools
+
     import torch
     from torch.utils.checkpoint import checkpoint
 
+    from dualmesh_torch import checkpoint_context_fn
+
     rank = states()
     grads, seen = {}, set()
+    recomputed = functools.partial(checkpoint, use_reentrant=False, context_fn=checkpoint_context_fn)
     forms = {
         "plain": lambda module, x: module(x, power=2),
         "not reentrant": lambda module, x: checkpoint(module, x, power=2, use_reentrant=False),
@@ -133,6 +138,9 @@ def recomputes():
         ),
         "reentrant": lambda module, x: checkpoint(lambda y: module(y, power=2), x, use_reentrant=True),
         "remat": lambda module, x: dm.remat(module)(x, power=2),
+        "context_fn, nested": lambda module, x: recomputed(
+            lambda y: recomputed(functools.partial(module, power=2), y), x
+        ),
     }
     for name, form in forms.items():
         module = dm.scoped(layer(), "B")
