@@ -5,8 +5,10 @@ Making them is in the backends; which ranks an axis joins is in `topology`. Coll
 that fire at other places on other ranks would meet the wrong partner and hang.
 """
 
+import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from dualmesh.layout import Layout
@@ -20,10 +22,27 @@ _REST_ENDINGS = ("_fsdp", "_replicate", "_dp")
 _REST_NAMES = ("efsdp", "edp")
 
 
+class RankList(tuple[int, ...]):
+    """Ranks in index order, hashed and named once: a list may be as long as the world, and groups are found by it."""
+
+    _hash: int | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """A short name, equal in all processes."""
+        # As a plain tuple: an array is filled six times slower from a subclass.
+        return hashlib.sha256(array("q", tuple(self))).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 class Membership(NamedTuple):
     """A list of session ranks in index order, and the lane that it works in."""
 
-    ranks: tuple[int, ...]
+    ranks: RankList
     lane: Lane
 
 
@@ -70,13 +89,24 @@ def membership(
     return Membership(ranks, lane if len(ranks) > 1 else "data")
 
 
-def _session_ranks(topology: Topology, axis: Axis, grid_rank: int, places: Sequence[int] | None) -> tuple[int, ...]:
+def _session_ranks(topology: Topology, axis: Axis, grid_rank: int, places: Sequence[int] | None) -> RankList:
     ranks = topology.ranks(axis, grid_rank)
-    return ranks if places is None else tuple(places[rank - topology.rank_offset] for rank in ranks)
+    return RankList(ranks if places is None else [places[rank - topology.rank_offset] for rank in ranks])
 
 
-def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> dict[Axis, Membership]:
+def memberships(
+    topology: Topology,
+    grid_rank: int,
+    places: Sequence[int] | None = None,
+    known: dict[Layout, RankList] | None = None,
+) -> dict[Axis, Membership]:
     """Return what a rank needs from the start: each axis in its lane. *Pure*, O(answer).
+
+    Args:
+        topology: Whose axes are meant.
+        grid_rank: A rank of the topology.
+        places: Session ranks in grid order; None: the topology's own ranks.
+        known: Lists that were written before, of this rank and these members, by layout; takes those written now.
 
     >>> import dualmesh as dm
     >>> topology = dm.parallel_spec(dp_shard_size=2, ulysses_size=2).resolve(4)
@@ -84,7 +114,7 @@ def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None
     Membership(ranks=(0, 1, 2, 3), lane='param')
     """
     found: dict[Axis, Membership] = {}
-    known: dict[Layout, tuple[int, ...]] = {}
+    known = {} if known is None else known
     for axis in topology.axis_names:
         if topology.is_member(axis, grid_rank):
             layout = topology.layouts.get(axis)
@@ -97,11 +127,26 @@ def memberships(topology: Topology, grid_rank: int, places: Sequence[int] | None
     return found
 
 
-def loss_membership(topology: Topology, grid_rank: int, places: Sequence[int] | None = None) -> Membership | None:
+def loss_membership(
+    topology: Topology,
+    grid_rank: int,
+    places: Sequence[int] | None = None,
+    known: Mapping[Axis, Membership] | None = None,
+) -> Membership | None:
     """Return the group over which `token_mean` reduces, in lane "data", or None where nothing is. *Pure.*"""
     if "loss" not in topology.spec.roles or not topology.is_member(topology.role("loss"), grid_rank):
         return None
-    return membership(topology, topology.role("loss"), "data", grid_rank, places)
+    axes = topology.role("loss")
+    twin = _equal(topology, axes, known or {})
+    return membership(topology, axes, "data", grid_rank, places) if twin is None else twin._replace(lane="data")
+
+
+def _equal(topology: Topology, axes: tuple[str, ...], known: Mapping[Axis, Membership]) -> Membership | None:
+    """Return what is known of the same ranks under another name, so that a long list is written once."""
+    if len(axes) == 1:
+        return known.get(axes[0])
+    layout = topology.layout(axes)
+    return next((known[name] for name, one in topology.layouts.items() if one == layout and name in known), None)
 
 
 def distinct(
@@ -125,9 +170,9 @@ def distinct(
     >>> [tuple(group) for group in distinct(topology, 1)]
     [((0, 1), 'data'), ((0, 1, 2, 3), 'data'), ((1, 3), 'data'), ((1, 3), 'param')]
     """
-    found = set((memberships(topology, grid_rank, places) if known is None else known).values())
-    loss = loss_membership(topology, grid_rank, places)
-    return tuple(sorted(found | ({loss} if loss else set())))
+    known = memberships(topology, grid_rank, places) if known is None else known
+    loss = loss_membership(topology, grid_rank, places, known)
+    return tuple(sorted({*known.values(), *([loss] if loss else [])}))
 
 
 def everyones(topology: Topology, places: Sequence[int] | None = None) -> tuple[Membership, ...]:

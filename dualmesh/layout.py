@@ -81,9 +81,13 @@ class Layout:
 
     def ranks(self, rank: int) -> tuple[int, ...]:
         """Return the group of a rank in index order, `size` ranks. *Pure.*"""
-        group: tuple[int, ...] = (rank - self.offset(self.index(rank)),)
+        first = rank - self.offset(self.index(rank))
+        if len(self.digits) == 1:  # the usual case, and half the time
+            size, stride = self.digits[0]
+            return tuple(range(first, first + size * stride, stride))
+        group: tuple[int, ...] = (first,)
         for size, stride in self.digits:
-            group = tuple(chain.from_iterable([range(first, first + size * stride, stride) for first in group]))
+            group = tuple(chain.from_iterable([range(start, start + size * stride, stride) for start in group]))
         return group
 
     def member(self, rank: int, index: int) -> int:

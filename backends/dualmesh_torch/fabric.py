@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualmesh.errors import RankError, SessionError, listed
 from dualmesh.fabric import Fabric, Grid
 from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.lanes import Membership
+from dualmesh.lanes import Membership, RankList
 from dualmesh_torch.federated import averaged
 from dualmesh_torch.groups import GroupPool, Key
 from dualmesh_torch.party import Party
@@ -95,7 +95,7 @@ class TorchFabric(Fabric):
         device_type = devices[0] if devices else "cpu" if backend == "gloo" else self.device_types()[-1]
         # Each member counts its groups of a list, so all give one group the same number; owners of states are above 0.
         self._made[tuple(ranks), backend] += 1
-        key = Key(tuple(ranks), "data", backend, device_type, (), -self._made[tuple(ranks), backend])
+        key = Key(RankList(ranks), "data", backend, device_type, (), -self._made[tuple(ranks), backend])
         user = object()
         group = pool.acquire([key], user)[key]
         self._held[id(group)] = _Held(group, user, [key])
@@ -134,4 +134,4 @@ class TorchFabric(Fabric):
 
 def _hooked(pool: GroupPool, ranks: tuple[int, ...], device_type: str) -> Key:
     """Return the key of a group that wrappers reduce over from hooks (see `dualmesh.lanes`)."""
-    return pool.key(Membership(ranks, "param" if len(ranks) > 1 else "data"), device_type)
+    return pool.key(Membership(RankList(ranks), "param" if len(ranks) > 1 else "data"), device_type)

@@ -5,7 +5,6 @@ Which groups a rank needs is planned in `dualmesh.lanes`; what states do with th
 
 import hashlib
 import threading
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,7 +14,8 @@ import torch.distributed as dist
 from dualmesh import environment
 from dualmesh.errors import GroupTimeoutError, listed
 from dualmesh.group_options import GroupOptions
-from dualmesh.lanes import Lane, Membership
+from dualmesh.lanes import Lane, Membership, RankList
+from dualmesh.layout import Layout
 from dualmesh_torch import private
 
 Group = dist.ProcessGroup
@@ -24,7 +24,7 @@ Group = dist.ProcessGroup
 class Key(NamedTuple):
     """What makes two groups the same group."""
 
-    ranks: tuple[int, ...]
+    ranks: RankList
     lane: Lane
     backend: str
     device_type: str
@@ -40,10 +40,13 @@ class GroupPool:
         self.default = default
         self.size = default.size()
         self.rank = default.rank()
+        self._everyone = RankList(range(self.size))
         self.device_backends = device_backends
         self.session = session
         self.is_real = "fake" not in device_backends.values()
         """False under torch's fake backend, whose store has no operations."""
+        self.planned: dict[object, dict[Layout, RankList]] = {}
+        """Lists of ranks that states being built share, by their members and layout."""
         self._groups: dict[Key, Group] = {}
         self._users: dict[Key, dict[int, object]] = {}
         self._generations: dict[Key, int] = {}
@@ -162,16 +165,15 @@ class GroupPool:
     def _is_default(self, key: Key) -> bool:
         """The default group stands for the world in one lane: hooks of a plain DDP use it, so lane "param"."""
         lane = "param" if self.size > 1 else "data"
-        backend = self.device_backends.get(key.device_type)
-        whole = len(key.ranks) == self.size and key.ranks == tuple(range(self.size))
-        return whole and key.lane == lane and not key.options and not key.owner and backend == key.backend
+        if len(key.ranks) != self.size or key.lane != lane or key.options or key.owner:
+            return False
+        return self.device_backends.get(key.device_type) == key.backend and key.ranks == self._everyone
 
     def _created(self, key: Key, where: str) -> Group:
         generation = self._generations[key] = self.generation(key)
-        ranks = hashlib.sha256(array("q", key.ranks)).hexdigest()[:16]
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
         own = f"-own{key.owner}" if key.owner else ""
-        name = f"dualmesh/{self.session}/{ranks}/{key.lane}{own}/{options}/{generation}"
+        name = f"dualmesh/{self.session}/{key.ranks.digest}/{key.lane}{own}/{options}/{generation}"
         settings = dict(key.options)
         timeout = self._timeout(key, settings)
         # Members that died must not be waited for as long as a collective may take.

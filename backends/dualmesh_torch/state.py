@@ -71,7 +71,10 @@ class TorchState(ParallelState):
     @cached_property
     def _needs(self) -> dict[Axis, lanes.Membership]:
         """What this rank needs from the start, by axis."""
-        return lanes.memberships(self.topology, self._place, self.plan.ranks) if self._member else {}
+        if not self._member:
+            return {}
+        known = self._pool.planned.setdefault((self.plan.ranks, self.topology.members), {})
+        return lanes.memberships(self.topology, self._place, self.plan.ranks, known)
 
     def everyones_keys(self) -> list[Key]:
         """Return the groups that all ranks of the state together need from the start. *Pure*, O(world)."""
@@ -83,9 +86,10 @@ class TorchState(ParallelState):
         if not self._member:
             return
         for axis, need in self._needs.items():
-            self._groups[axis] = self._held[self._key(need)]
+            group = self._groups[axis] = self._held[self._key(need)]
             if need.lane == "data":
-                self.collectives.know(axis, self.party(axis))
+                party = Party(group, len(need.ranks), self._indices[axis], self._pool, self, axis)
+                self.collectives.know(axis, party)
         if "loss" in self.topology.spec.roles:
             loss = self.topology.role("loss")
             self.collectives.know(loss, self.party(loss))
@@ -93,24 +97,17 @@ class TorchState(ParallelState):
     def party(self, axis: Axis) -> Party:
         """Return this rank's place in the group that collectives over an axis use; made at first use. *Collective.*"""
         self.require_ready("ops")
-        if torch.compiler.is_compiling():
-            refuse_unmade(axis)
-        known = self._needs.get(axis)
-        if known is None:
-            need = lanes.membership(self.topology, axis, "data", self._place, self.plan.ranks)
-        else:
-            need = known._replace(lane="data")
+        need = self._need(axis, "data")
         return Party(self._group_of(need), len(need.ranks), self._indices[axis], self._pool, self, axis)
 
     def group_along(self, layout: Layout) -> Group:
         """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
         grid = (rank + self.topology.rank_offset for rank in layout.ranks(self.topology.position(self._place)))
-        ranks = tuple(self.session_rank(rank) for rank in grid)
-        return self._group_of(lanes.Membership(ranks, "data"))
+        return self._group_of(lanes.Membership(lanes.RankList(map(self.session_rank, grid)), "data"))
 
     def party_over(self, ranks: tuple[int, ...]) -> Party:
         """Return this rank's place among session ranks, members or not; made at first use. *Collective over them.*"""
-        group = self._group_of(lanes.Membership(ranks, "data"))
+        group = self._group_of(lanes.Membership(lanes.RankList(ranks), "data"))
         return Party(group, len(ranks), ranks.index(self._pool.rank), self._pool, self)
 
     def everyone_on(self, mesh: DeviceMesh) -> Everyone:
@@ -119,12 +116,17 @@ class TorchState(ParallelState):
 
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
+        self.size(axis)
+        return self._group_of(self._need(axis, lanes.lane_of(self.topology, axis)))
+
+    def _need(self, axis: Axis, lane: lanes.Lane) -> lanes.Membership:
+        """Return the ranks of this rank's group along an axis, in a lane; not in compiled code."""
         if torch.compiler.is_compiling():
             refuse_unmade(axis)
-        self.size(axis)
-        lane = lanes.lane_of(self.topology, axis)
-        need = lanes.membership(self.topology, axis, lane, self._place, self.plan.ranks)
-        return self._group_of(need)
+        known = self._needs.get(axis)
+        if known is not None:
+            return known._replace(lane=lane if len(known.ranks) > 1 else "data")
+        return lanes.membership(self.topology, axis, lane, self._place, self.plan.ranks)
 
     def _group_of(self, need: lanes.Membership) -> Group:
         key = self._key(need)

@@ -8,35 +8,74 @@ from tests.torch_backend.fake import fake_world
 from tests.worlds import torch_world
 
 
-def veomni(world_size):
+def registrations(n):
+    """Return dicts of specs for a world of n, a multiple of 8; each dict is registered at once."""
+    roles = {"data": "rows", "params": ("rows", "seq"), "loss": ("seq", "rows"), "sequence": "seq"}
     return {
-        "thinker": dm.parallel_spec(dp_replicate_size=2, dp_shard_size=world_size // 4, ulysses_size=2, ep_size=2),
-        "talker": dm.parallel_spec(dp_size=world_size, dp_shard_size=world_size),
+        "two named states": {
+            "thinker": dm.parallel_spec(dp_replicate_size=2, dp_shard_size=n // 4, ulysses_size=2, ep_size=2),
+            "talker": dm.parallel_spec(dp_size=n, dp_shard_size=n),
+        },
+        "every axis": {"base": dm.parallel_spec(dp_shard_size=n // 8, ulysses_size=2, cp_size=2, tp_size=2)},
+        "pipeline": {"base": dm.parallel_spec(pp_size=2, dp_replicate_size=2, dp_shard_size=n // 4)},
+        "one axis is the world": {"a": dm.TopologySpec({"a": n}), "b": dm.parallel_spec(tp_size=n)},
+        "megatron": {"base": dm.presets.megatron(tp=2, ep=2, dp=n // 4)},
+        "torchtitan": {"base": dm.presets.torchtitan(dp_replicate=2, dp_shard=n // 4, tp=2)},
+        "free axes": {"base": dm.TopologySpec({"rows": n // 4, "seq": 2, "heads": 2}, roles=roles)},
+        "lists": {"base": dm.RankGroups([tuple(range(1, n // 2)), (n - 1, 0), (n // 2,)])},
     }
 
 
-def counts(specs):
-    """Register the specs; return (groups in the pool, groups that torch knows, distinct keys expected)."""
+def distinct_by_hand(states, rank):
+    """Return what a rank is in: the list of every axis in its lane, and that of the loss in lane "data"."""
+    found = set()
+    for state in states.values():
+        topology = state.topology
+        wanted = [(axis, lanes.lane_of(topology, axis)) for axis in topology.axis_names]
+        wanted += [(topology.role("loss"), "data")] if "loss" in topology.spec.roles else []
+        for axis, lane in wanted:
+            if topology.is_member(axis, rank):
+                ranks = topology.ranks(axis, rank)
+                found.add((ranks, lane if len(ranks) > 1 else "data"))
+    return found
+
+
+def counts(world_size):
+    """Return, per registration, (keys in the pool are right, groups that torch made, how many were wanted)."""
     from torch.distributed import distributed_c10d
 
     from dualmesh import discovery
 
-    before = len(distributed_c10d._world.pg_map)
-    states = dm.init_parallel_states(specs)
-    pool = discovery.load("torch").pool
-    made = len(distributed_c10d._world.pg_map) - before
-    wanted = {need for state in states.values() for need in lanes.distinct(state.topology, pool.rank)}
-    return len(pool), made, len(wanted), {key[:2] for key in pool.keys()} == {tuple(need) for need in wanted}
+    found = {}
+    for name, specs in registrations(world_size).items():
+        before = len(distributed_c10d._world.pg_map)
+        states = dm.init_parallel_states(specs)
+        pool = discovery.load("torch").pool
+        wanted = distinct_by_hand(states, pool.rank)
+        made = len(distributed_c10d._world.pg_map) - before
+        defaults = sum(group.name == pool.default.group_name for group in dm.groups_in_use())
+        found[name] = ({key[:2] for key in pool.keys()} == wanted, len(pool), made + defaults, len(wanted), defaults)
+        dm.clear_parallel_state()
+    return found
 
 
-@pytest.mark.parametrize("world_size", [8, 512, 16_384])
+def check(found):
+    for name, (same, pooled, made, wanted, defaults) in found.items():
+        assert same, name
+        assert pooled == made == wanted, name
+        assert defaults <= 1, "the default group stands for the world in one lane"
+    assert found["two named states"][4] == 1
+
+
+@pytest.mark.parametrize("world_size", [64, 512, 4096, 16_384])
 @pytest.mark.parametrize("place", [0, 0.6])
-def test_two_states_hold_this_ranks_distinct_lists_and_lanes_and_no_more(world_size, place):
-    rank = int(place * world_size)
-    pooled, made, wanted, same = fake_world(counts, veomni(world_size), rank=rank, world_size=world_size)
-    assert same
-    assert pooled == wanted
-    assert made == wanted - 1, "the default group stands for the world in one lane"
+def test_a_rank_holds_its_distinct_lists_and_lanes_and_no_more(world_size, place):
+    check(fake_world(counts, world_size, rank=int(place * world_size), world_size=world_size))
+
+
+def test_each_rank_of_a_real_world_holds_its_distinct_lists_and_lanes_and_no_more():
+    for found in torch_world(counts, 8, world_size=8, timeout_s=300):
+        check(found)
 
 
 def test_the_distinct_lists_of_a_known_topology():
@@ -107,6 +146,10 @@ def sharing():
         "own meshes differ": own.mesh != two.mesh,
         "never the default": own.group("world") is not dist.group.WORLD,
     }
+    shared, before = two.group("y").group_name, len(pool)
+    dm.clear_parallel_state("one")
+    found["lives while another uses it"] = shared in {group.name for group in dm.groups_in_use()}
+    found["dies with its last user"] = len(pool) < before and len(pool) == len({*two._held, *own._held})
     dm.clear_parallel_state()
     found["all are let go of"] = len(pool) == 0 and first > 0
     found["the default lives"] = dist.is_initialized() and dist.get_world_size() == 4
@@ -274,3 +317,39 @@ def test_a_refused_option_makes_no_group_and_an_allowed_one_reaches_every_group(
     for found, _, timeout in torch_world(refusals, world_size=2):
         assert found == ["ArgumentError", "BackendError", "ArgumentError"]
         assert timeout == 17
+
+
+def bound_to_a_device():
+    """Make groups where the default group is bound; return what torch's constructor saw, and what is bound after."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    default, made, seen = dist.group.WORLD, distributed_c10d._new_process_group_helper, []
+    device = torch.device("cuda", 0)
+
+    def recorded(*args, device_id=None, **settings):
+        seen.append((default.bound_device_id, device_id))
+        if len(seen) == 2:
+            raise RuntimeError("on purpose")
+        return made(*args, **settings)
+
+    default.bound_device_id = device
+    distributed_c10d._new_process_group_helper = recorded
+    after = []
+    try:
+        dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}))
+        after.append(default.bound_device_id)
+        try:
+            dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), own_groups=True, name="own")
+        except dm.DualmeshError as error:
+            after.append((default.bound_device_id, "on purpose" in str(error)))
+    finally:
+        distributed_c10d._new_process_group_helper = made
+        default.bound_device_id = None
+    return seen == [(None, device)] * 2, after == [device, (device, True)]
+
+
+def test_the_bound_device_is_hidden_while_members_make_a_group_and_given_back():
+    """Else torch would split the default communicator, for which it needs all ranks of the world."""
+    assert torch_world(bound_to_a_device, world_size=2) == [(True, True)] * 2
