@@ -144,12 +144,14 @@ _forward = _Forward()
 
 
 def _backward(cotangent: Tensor, forward: Call, party: Party, site: str | None) -> Tensor:
+    # The graph of a gradient is kept only where gradients of gradients are asked for.
+    run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
     if site is None:
-        found: Tensor = _apply(cotangent, gradient(forward), party)
+        found: Tensor = run(cotangent, gradient(forward), party)
         return found
     _forward.site = f"the backward of {site}"
     try:
-        return _apply(cotangent, gradient(forward), party)  # type: ignore[no-any-return]
+        return run(cotangent, gradient(forward), party)
     finally:
         _forward.site = None
 
@@ -159,14 +161,18 @@ def _site() -> str | None:
     return call_site("torch") if not torch.compiler.is_compiling() and switch.on else None
 
 
+def _carried_out(x: Tensor, what: Call, party: Party) -> Tensor:
+    found = _moved(what.verb, x, party, dict(what.settings))
+    return found if what.scale == 1.0 else found * what.scale
+
+
 class _Linear(torch.autograd.Function):
     """Any collective and, as its gradient, the one that the op table names."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
         ctx.call, ctx.party, ctx.site = forward, party, _site()
-        found = _moved(forward.verb, x, party, dict(forward.settings))
-        return found if forward.scale == 1.0 else found * forward.scale
+        return _carried_out(x, forward, party)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
