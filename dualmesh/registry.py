@@ -108,6 +108,17 @@ class Registry:
     def strict(self, on: bool) -> None:
         self._strict = on
 
+    def drop_name(self, name: str) -> ParallelState:
+        """Forget a name and return its state, which keeps its other names. *Local.*
+
+        Raises:
+            UnknownStateError: The name is not registered.
+        """
+        state = self.get(name)
+        del self.named[name]
+        state.names.remove(name)
+        return state
+
     def drop(self, states: list[ParallelState]) -> None:
         """Forget states and all their names. *Local.*"""
         gone = {id(state) for state in states}

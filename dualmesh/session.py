@@ -12,7 +12,7 @@ from typing import Any
 
 from dualmesh import discovery, environment, scope
 from dualmesh.backend import Backend
-from dualmesh.errors import BackendError, SessionError, listed
+from dualmesh.errors import BackendError, ScopeError, SessionError, listed
 from dualmesh.registry import registry
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState, World
@@ -194,12 +194,39 @@ def _next_default() -> None:
         scope.set_default(registry.get(names[0]), names[0])
 
 
-def clear_parallel_state() -> None:
+def clear_parallel_state(name: str | None = None) -> None:
     """Forget the ambient state, all names and all states, and release their groups. *Local*; idempotent.
 
     The world goes on. Old handles still answer sizes and ranks; using their groups, meshes or collectives raises
     `StaleStateError`. Safe before and after the world was destroyed.
+
+    Args:
+        name: Forget this name only, and its state where it has no other; the next name takes its place as default.
+
+    Raises:
+        UnknownStateError: The name is not registered.
+        ScopeError: A name is cleared while a scope is open.
     """
     with _lock:
-        scope.close_all()
-        forget(registry.states())
+        if name is None:
+            scope.close_all()
+            forget(registry.states())
+        else:
+            _clear_name(name)
+
+
+def _clear_name(name: str) -> None:
+    registry.get(name)
+    open_scope = scope.current_scope()
+    if open_scope is not None:
+        raise ScopeError(
+            f"clear_parallel_state: {name!r} is cleared inside the scope {open_scope.name!r}. Leave all scopes first.",
+            name=name,
+            inner=(open_scope.name,),
+        )
+    was_default = scope.scope_name() == name
+    state = registry.drop_name(name)
+    if not state.names:
+        forget([state])
+    elif was_default:
+        scope.set_default(state, state.names[0])

@@ -166,6 +166,7 @@ CALLS = {
     "seed_for axes": lambda value: dm.seed_for(dm.get_parallel_state(), value, rank=0),
     "seed_for base": lambda value: dm.seed_for(dm.get_parallel_state(), "dp", value, rank=0),
     "seed_for rank": lambda value: dm.seed_for(dm.get_parallel_state(), "dp", rank=value),
+    "clear_parallel_state": lambda value: value is None or dm.clear_parallel_state(value),
     "host.broadcast axis": lambda value: dm.host.broadcast(1, value),
     "host.broadcast src": lambda value: dm.host.broadcast(1, "dp", value),
     "host.all_gather axis": lambda value: dm.host.all_gather(1, value),

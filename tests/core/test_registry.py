@@ -1,7 +1,15 @@
 import pytest
 
 import dualmesh as dm
-from dualmesh.errors import ArgumentError, SpecError, StaleStateError, StateWarning, TakenNameError, UnknownStateError
+from dualmesh.errors import (
+    ArgumentError,
+    ScopeError,
+    SpecError,
+    StaleStateError,
+    StateWarning,
+    TakenNameError,
+    UnknownStateError,
+)
 from dualmesh.solo import solo_state
 
 
@@ -123,6 +131,24 @@ def test_default_of_several_states_can_be_chosen(world):
 def test_bad_arguments_are_refused_by_name(world, call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+def test_one_name_is_cleared_and_its_state_with_its_last_name(world):
+    spec = dm.parallel_spec(dp_size=8)
+    first, twin = (dm.init_parallel_state(spec=spec, name=name) for name in ("first", "twin"))
+    other = dm.init_parallel_state(tp_size=8, name="other")
+    assert first is twin
+    with dm.use_parallel_state("other"), pytest.raises(ScopeError, match=r"'first' is cleared inside .* 'other'"):
+        dm.clear_parallel_state("first")
+    dm.clear_parallel_state("first")
+    assert (dm.scope_name(), twin.is_live, twin.names) == ("twin", True, ["twin"])
+    dm.clear_parallel_state("twin")
+    assert (dm.scope_name(), dm.get_parallel_state(), twin.is_live, other.is_live) == ("other", other, False, True)
+    with pytest.raises(UnknownStateError, match=r"'twin' is not registered. Registered names: other"):
+        dm.clear_parallel_state("twin")
+    assert dm.init_parallel_state(spec=spec, name="first") is not first
+    dm.clear_parallel_state("other")
+    assert dm.scope_name() == "first"
 
 
 def test_clear_forgets_everything_and_is_idempotent(world):

@@ -78,6 +78,61 @@ def test_a_world_begun_again_builds_fresh_states_and_old_ones_are_refused_where_
         assert size == 2
 
 
+def cleared_around(rank, world_size, port):
+    """Live four times at one address; clear before and after the world's end, twice, by name and all."""
+    import torch
+    import torch.distributed as dist
+
+    totals = []
+    for life in ("before", "after", "by name", "never"):
+        begin(rank, world_size, port)
+        dm.init_parallel_states({"a": dm.TopologySpec({"x": world_size}), "b": dm.parallel_spec(tp_size=world_size)})
+        totals.append(dm.ops.all_reduce(torch.tensor(rank + 1.0), "x").item())
+        if life == "by name":
+            dm.clear_parallel_state("a")
+            totals.append(dm.ops.all_reduce(torch.tensor(rank + 1.0), "tp").item())
+        if life == "before":
+            dm.clear_parallel_state()
+            dm.clear_parallel_state()
+        alive = dist.is_initialized()
+        dist.barrier()
+        dist.destroy_process_group()
+        if life == "after":
+            dm.clear_parallel_state()
+            dm.clear_parallel_state()
+        totals.append(alive)
+    dm.clear_parallel_state()
+    return totals
+
+
+def test_states_are_cleared_before_and_after_the_world_ends_and_its_address_is_used_again():
+    assert started(cleared_around, 2) == [[3.0, True, 3.0, True, 3.0, 3.0, True, 3.0, True]] * 2
+
+
+def raising(rank, world_size, port):
+    import torch
+    import torch.distributed as dist
+
+    begin(rank, world_size, port)
+    dm.init_parallel_states({"a": dm.TopologySpec({"x": 2}), "b": dm.TopologySpec({"x": 2}, roles={"data": "x"})})
+    said = None
+    try:
+        with dm.use_parallel_state("b"):
+            if rank == 0:
+                raise ValueError("the body's own")
+    except ValueError as error:
+        said = str(error)
+    # Nothing was communicated on the way out, so the next collective meets its partner.
+    found = said, dm.scope_name(), dm.ops.all_reduce(torch.tensor(rank + 1.0), "x").item()
+    dm.clear_parallel_state()
+    dist.destroy_process_group()
+    return found
+
+
+def test_an_exception_on_one_rank_leaves_a_scope_first_and_without_communicating():
+    assert started(raising, 2) == [("the body's own", "a", 3.0), (None, "a", 3.0)]
+
+
 def same_store(rank, world_size, port):
     import torch
     import torch.distributed as dist
