@@ -131,6 +131,54 @@ def gradient_of_max():
     dm.value_and_grad(lifted)(dm.distribute(X, A))
 
 
+def exchanged(send, receive, **settings):
+    """Exchange rows of a block of 2 rows over an axis of 2."""
+    inside(lambda x: dm.ops.ragged_all_to_all(x, "a", send, receive, **settings))
+
+
+def too_few_counts():
+    exchanged([1], [1, 1])
+
+
+def more_rows_than_there_are():
+    exchanged([2, 2], [1, 1])
+
+
+def no_room_for_the_rows():
+    exchanged([1, 1], [1, 1], rows=1)
+
+
+def negative_count():
+    exchanged([-1, 1], [1, 1])
+
+
+def counts_that_are_none():
+    exchanged(["a", 1], [1, 1])
+
+
+def ragged_over_an_unknown_axis():
+    inside(lambda x: dm.ops.ragged_all_to_all(x, "aa", [1, 1], [1, 1]))
+
+
+def enter_an_unknown_axis():
+    inside(lambda x: dm.ops.enter(x, "aa"))
+
+
+def enter_no_array():
+    inside(lambda x: dm.ops.enter([1.0, 2.0], "a"))
+
+
+def leave_with_bools():
+    inside(lambda x: dm.ops.leave(x > 3, "a"))
+
+
+def leave_a_state_that_ended():
+    old = dm.get_parallel_state()
+    dm.clear_parallel_state()
+    opened(4)
+    inside(lambda x: dm.ops.leave(x, "a", state=old))
+
+
 def rank_of_no_state():
     dm.get_parallel_state().index("a", rank=4)
 
@@ -140,7 +188,9 @@ EVERYWHERE = (
     *(max_of_complex, bad_op, scatter_of_max, src_out_of_range, src_no_integer, repeated_destination),
     *(repeated_source, no_array, distribute_does_not_divide, distribute_unknown_axis, too_many_entries),
     *(axis_used_twice, specs_do_not_fit, result_specs_do_not_fit, replicated_result_differs, stale_op),
-    *(stale_distribute, stale_shard_map, stale_group, gradient_of_max, rank_of_no_state),
+    *(stale_distribute, stale_shard_map, stale_group, gradient_of_max, rank_of_no_state, too_few_counts),
+    *(more_rows_than_there_are, no_room_for_the_rows, negative_count, counts_that_are_none),
+    *(ragged_over_an_unknown_axis, enter_an_unknown_axis, enter_no_array, leave_with_bools, leave_a_state_that_ended),
 )
 
 
@@ -164,9 +214,15 @@ def outcome(fn):
 
 
 def outside_shard_map():
-    """Call a collective where JAX and sim have no rank; torch has one."""
+    """Call collectives where JAX and sim have no rank; torch has one."""
     opened(4)
-    return outcome(lambda: dm.ops.all_reduce(X, "a"))
+    calls = {
+        "all_reduce": lambda: dm.ops.all_reduce(X, "a"),
+        "ragged_all_to_all": lambda: dm.ops.ragged_all_to_all(X, "a", [1, 1], [1, 1]),
+        "enter": lambda: dm.ops.enter(X, "a"),
+        "leave": lambda: dm.ops.leave(X, "a"),
+    }
+    return {name: outcome(call) for name, call in calls.items()}
 
 
 def without_state():

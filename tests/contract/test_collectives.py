@@ -52,7 +52,7 @@ def test_a_backend_that_swaps_ranks_is_seen():
 
 def test_the_oracles_transposes_are_transposes():
     for case in cases.grid(6):
-        if case.has_gradient:
+        if case.has_gradient and case.verb not in ("enter", "leave"):  # what these say of gradients is no transpose
             x, y = case.blocks(6), expected(6, case)
             d = cases.cotangent(case, y.shape)
             there, back = np.sum(d * y), np.sum(transposed(6, case, y.shape) * x)

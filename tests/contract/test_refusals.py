@@ -39,6 +39,16 @@ WANTED = {
     "stale_group": ("StaleStateError", "RuntimeError", r"was cleared.*Initialize"),
     "gradient_of_max": ("NotDifferentiableError", "RuntimeError", r"max|autodiff"),
     "rank_of_no_state": ("RankError", "ValueError", r"has no rank 4\. Its ranks: 0\.\.3"),
+    "too_few_counts": ("ShapeError", "ValueError", r"send_counts has shape \(1,\)\. Give one count per index: \(2,\)"),
+    "more_rows_than_there_are": ("ShapeError", "ValueError", r"send_counts=\(2, 2\) add up to 4, more than the 2 rows"),
+    "no_room_for_the_rows": ("ShapeError", "ValueError", r"recv_counts=\(1, 1\) add up to 2, more than the 1 rows"),
+    "negative_count": ("ArgumentError", "ValueError", r"send_counts=\(-1, 1\) has a negative count"),
+    "counts_that_are_none": ("ArgumentError", "ValueError", r"\['a', 1\] are no counts"),
+    "ragged_over_an_unknown_axis": ("UnknownAxisError", "KeyError", r"has no axis 'aa'.*Did you mean 'a'"),
+    "enter_an_unknown_axis": ("UnknownAxisError", "KeyError", r"has no axis 'aa'.*Did you mean 'a'"),
+    "enter_no_array": ("ArrayTypeError", "TypeError", r"ops\.enter: .*list"),
+    "leave_with_bools": ("ArrayTypeError", "TypeError", r"ops\.leave: the sum of bool values is not defined"),
+    "leave_a_state_that_ended": ("StaleStateError", "RuntimeError", r"was cleared.*Initialize"),
 }
 
 
@@ -67,9 +77,9 @@ def test_every_refusal_is_wanted():
 
 @pytest.mark.parametrize("backend", ["sim", "jax", "toy"])
 def test_a_collective_outside_shard_map_is_refused_where_no_rank_is_defined(backend):
-    kinds, said = agreed(run(backend, refusals.outside_shard_map, world_size=4))
-    assert kinds[0] == "OutsideShardMapError"
-    assert "shard_map" in said
+    for name, (kinds, said) in agreed(run(backend, refusals.outside_shard_map, world_size=4)).items():
+        assert kinds[0] == "OutsideShardMapError", name
+        assert "shard_map" in said
 
 
 def test_a_collective_before_init_is_refused_in_a_world_of_several_processes():

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.worlds import wide_worlds
+import dualmesh as dm
+from dualmesh.testing import compare_places
 
 MOST, ROOM, WIDTH = 7, 18, 3
 
@@ -31,108 +32,54 @@ def exchanged(x, counts):
     return result, source
 
 
-def ragged_runs(x, weight, counts):
-    """Return the exchanged rows, and the gradient of their weighted sum (none on sim)."""
-    from array_api_compat import array_namespace
-
-    import dualmesh as dm
-
-    state = dm.init_parallel_state(dp_size=len(counts))
-    spec = dm.P("dp")
-    inputs = [dm.distribute(array, spec) for array in (x, weight, counts, np.ascontiguousarray(counts.T))]
-
-    def exchange(x, weight, send, receive):
-        y = dm.ops.ragged_all_to_all(x, "dp", send[0], receive[0], rows=ROOM)
-        return y, dm.ops.all_reduce(array_namespace(y).sum(y * weight), "dp")
-
-    answer = [dm.to_numpy(dm.shard_map(exchange, (spec,) * 4, (spec, dm.P()))(*inputs)[0])]
-    if state.backend != "sim":
-        loss = dm.shard_map(lambda *x: exchange(*x)[1], (spec,) * 4, dm.P())
-        answer.append(dm.to_numpy(dm.value_and_grad(loss)(*inputs)[1]))
-    return answer
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_rows_arrive_by_sender_and_gradients_go_back(backend, world_size):
+def test_rows_arrive_by_sender_and_gradients_go_back(world_size):
     draw = np.random.default_rng(world_size)
-    x, weight = draw.normal(size=(world_size * MOST, WIDTH)), draw.normal(size=(world_size * ROOM, WIDTH))
-    counts = counts_of(world_size, seed=world_size)
-    expected, source = exchanged(x, counts)
-    gradient = np.zeros_like(x)
-    gradient[source[source >= 0]] = weight[source >= 0]
-    for answer in wide_worlds()[backend](ragged_runs, x, weight, counts, world_size=world_size):
-        for found, wanted in zip(answer, (expected, gradient), strict=backend != "sim"):
-            np.testing.assert_array_equal(found, wanted)
+    x, counts = draw.normal(size=(world_size * MOST, WIDTH)), counts_of(world_size, seed=world_size)
+    wanted, source = exchanged(x, counts)
+
+    def pullback(weight):
+        gradient = np.zeros_like(x)
+        gradient[source[source >= 0]] = weight[source >= 0]
+        return [gradient]
+
+    compare_places(
+        lambda x, send, receive: dm.ops.ragged_all_to_all(x, "dp", send[0], receive[0], rows=ROOM),
+        *([x, counts, np.ascontiguousarray(counts.T)], dm.P("dp"), dm.P("dp"), dm.parallel_spec(dp_size=world_size)),
+        wrt=[0],
+        expected=wanted,
+        pullback=pullback,
+        rtol=0,
+    )
 
 
-def refused_runs():
-    """Return what each wrong call says."""
-    import dualmesh as dm
-
-    dm.init_parallel_state(dp_size=2)
-    x = dm.distribute(np.arange(8.0).reshape(8, 1), dm.P("dp"))
-    wrong = {
-        "few counts": lambda x: dm.ops.ragged_all_to_all(x, "dp", [1], [1, 1]),
-        "too many rows": lambda x: dm.ops.ragged_all_to_all(x, "dp", [4, 4], [1, 1]),
-        "no room": lambda x: dm.ops.ragged_all_to_all(x, "dp", [1, 1], [1, 1], rows=1),
-        "negative": lambda x: dm.ops.ragged_all_to_all(x, "dp", [-1, 1], [1, 1]),
-        "no counts": lambda x: dm.ops.ragged_all_to_all(x, "dp", ["a", 1], [1, 1]),
-        "bool sum": lambda x: dm.ops.leave(x > 0, "dp"),
-    }
-    said = {}
-    for name, call in wrong.items():
-        try:
-            dm.shard_map(call, dm.P("dp"), dm.P("dp"))(x)
-        except dm.DualmeshError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
-
-
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_wrong_counts_are_refused_by_name(backend):
-    for said in wide_worlds()[backend](refused_runs, world_size=2):
-        assert "send_counts has shape (1,). Give one count per index: (2,)" in said["few counts"]
-        assert "send_counts=(4, 4) add up to 8, more than the 4 rows" in said["too many rows"]
-        assert "recv_counts=(1, 1) add up to 2, more than the 1 rows" in said["no room"]
-        assert "send_counts=(-1, 1) has a negative count" in said["negative"]
-        assert "are no counts" in said["no counts"]
-        assert "the sum of bool values is not defined" in said["bool sum"]
-
-
-def pair_runs(x, first, second):
-    """Return the output of a two-layer tensor-parallel block and its gradients, by per-rank code that uses the pair."""
-    import dualmesh as dm
-
-    state = dm.init_parallel_state(dp_size=2, tp_size=len(first) // 4)
-    columns, rows = dm.P(None, "tp"), dm.P("tp")
-
-    def block(x, first, second):
-        hidden = dm.ops.enter(x, "tp") @ first
-        y = dm.ops.leave(hidden * hidden @ second, "tp")
-        return dm.ops.all_reduce((y * y).sum(), "dp"), y
-
-    specs = (dm.P("dp"), columns, rows)
-    inputs = [dm.distribute(array, spec) for array, spec in zip((x, first, second), specs, strict=True)]
-    answer = [dm.to_numpy(dm.shard_map(block, specs, (dm.P(), dm.P("dp")))(*inputs)[1])]
-    if state.backend != "sim":
-        # shard_map hands 1 / size of the cotangent to each index that holds the result; per-rank code counts it once.
-        size = state.size("tp")
-        loss = dm.shard_map(lambda *x: block(*x)[0] * size, specs, dm.P())
-        answer += [dm.to_numpy(g) for g in dm.value_and_grad(loss, argnums=(1, 2))(*inputs)[1]]
-    return answer
+def block(x, first, second):
+    """Return the output of a two-layer tensor-parallel block, on every index of tp, by per-rank code."""
+    hidden = dm.ops.enter(x, "tp") @ first
+    return dm.ops.leave(hidden * hidden @ second, "tp")[None, ...]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_the_pair_counts_a_replicated_loss_once(backend, world_size):
+def test_the_pair_counts_what_each_index_has_of_the_loss_once(world_size):
     draw = np.random.default_rng(world_size)
-    width = 4 * (world_size // 2)
+    size = world_size // 2
+    width = 4 * size
     x, first, second = (draw.normal(size=shape) for shape in ((6, width), (width, 2 * width), (2 * width, 5)))
     hidden = x @ first
     y = hidden * hidden @ second
-    d_hidden = 2 * hidden * (2 * y @ second.T)
-    expected = (y, x.T @ d_hidden, (hidden * hidden).T @ (2 * y))
-    for answer in wide_worlds()[backend](pair_runs, x, first, second, world_size=world_size):
-        for found, wanted in zip(answer, expected, strict=backend != "sim"):
-            np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-9)
+
+    def pullback(weight):
+        """Each index of tp uses its own weights for its own columns; what enters gets the sum, on each index."""
+        own = np.repeat(np.arange(size), 2 * width // size)  # whose column it is
+        d_hidden = 2 * hidden * np.einsum("cbo,co->bc", weight[own], second)
+        d_second = np.einsum("bc,cbo->co", hidden * hidden, weight[own])
+        return size * (d_hidden @ first.T), x.T @ d_hidden, d_second
+
+    compare_places(
+        block,
+        *([x, first, second], [dm.P("dp"), dm.P(None, "tp"), dm.P("tp")], dm.P("tp", "dp")),
+        dm.parallel_spec(dp_size=2, tp_size=size),
+        wrt=(0, 1, 2),
+        expected=np.stack([y] * size),
+        pullback=pullback,
+    )

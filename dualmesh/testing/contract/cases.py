@@ -6,7 +6,7 @@ from zlib import crc32
 
 import numpy as np
 
-from dualmesh.testing.contract.oracle import COMBINED, TOPOLOGIES, VIEWS, groups
+from dualmesh.testing.contract.oracle import COMBINED, TOPOLOGIES, VIEWS, groups, sent_rows
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def _over(axis: Any, n: int) -> list[Case]:
     backwards = tuple((i, n - 1 - i) for i in range(n))
     cases += [case("permute", axis, (2, 3), pairs=pairs) for pairs in (backwards, ((0, n - 1),), ())]
     cases += [case("take_block", axis, shape, dim=dim) for dim in (0, -2)]
-    cases += [case("axis_index", axis, (2,))]
+    cases += [case("enter", axis, (2, 3)), case("leave", axis, (2, 3)), case("axis_index", axis, (2,))]
+    cases += [_ragged(axis, [[(2 * i + j) % 3 for j in range(n)] for i in range(n)], 2)]
+    cases += [_ragged(axis, [[i if j == 0 else 0 for j in range(n)] for i in range(n)], 3)]
     laid: list[tuple[str, dict[str, Any]]] = [
         ("all_gather", {"dim": 0}),
         ("all_to_all", {"split_dim": 2, "concat_dim": 0}),
@@ -106,8 +108,17 @@ def _over(axis: Any, n: int) -> list[Case]:
     ]
     laid += [("reduce_scatter", {"dim": 1}), ("all_reduce", {"op": "sum"}), ("shift", {"offset": 1})]
     laid += [("take_block", {"dim": 1}), ("permute", {"pairs": ((0, n - 1),)})]
+    around = tuple(tuple((n - 1) * (j == (i + 1) % n) for j in range(n)) for i in range(n))
+    laid += [("leave", {}), ("ragged_all_to_all", {"counts": around, "rows": n})]
     kinds = ("transposed", "strided", "expanded")
     return cases + [case(verb, axis, shape, memory=kind, **settings) for verb, settings in laid for kind in kinds]
+
+
+def _ragged(axis: Any, counts: list[list[int]], width: int, dtype: str = "float64") -> Case:
+    """An exchange of counts[i][j] rows from i to j, some of them 0; no index sends or receives all that it could."""
+    table = tuple(map(tuple, counts))
+    rows = max(map(sum, zip(*counts, strict=True))) + 1
+    return case("ragged_all_to_all", axis, (sent_rows(table), width), dtype, counts=table, rows=rows)
 
 
 DTYPES = (
@@ -134,9 +145,11 @@ def dtypes() -> list[Case]:
             "f": ("sum", "mean", "max"),
             "c": ("sum", "mean"),
         }
+        moves += [("enter", {}), ("leave", {})] if kind != "b" else []
         moves += [("all_reduce", {"op": op}) for op in ops[kind]]
         moves += [("reduce_scatter", {"dim": 0, "op": op}) for op in ops[kind] if op in ("sum", "mean")]
         cases += [case(verb, "a", (2, 3), dtype, **settings) for verb, settings in moves]
+        cases += [_ragged("a", [[1, 0], [2, 1]], 2, dtype)]
     empty: list[tuple[str, dict[str, Any]]] = [
         ("all_gather", {"dim": 0}),
         ("all_reduce", {"op": "sum"}),

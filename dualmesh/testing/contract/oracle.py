@@ -95,6 +95,32 @@ def _take_block(x: Any, n: Any, dim: Any) -> Any:
     return [np.split(x[i], n, axis=dim)[i] for i in range(n)]
 
 
+def sent_rows(counts: Any) -> int:
+    """The rows that every index has in these cases: one more than the most that any of them sends."""
+    return max(map(sum, counts)) + 1
+
+
+def _ragged_all_to_all(x: Any, n: Any, counts: Any, rows: Any) -> Any:
+    out = np.zeros((n, rows, *x[0].shape[1:]), x[0].dtype)
+    for receiver, filled in zip(range(n), out, strict=True):
+        parts = [x[sender][_sent(counts, sender, receiver)] for sender in range(n)]
+        filled[: sum(map(len, parts))] = np.concatenate(parts)
+    return list(out)
+
+
+def _sent(counts: Any, sender: Any, receiver: Any) -> slice:
+    first = sum(counts[sender][:receiver])
+    return slice(first, first + counts[sender][receiver])
+
+
+def _enter(x: Any, n: Any) -> Any:
+    return list(x)
+
+
+def _leave(x: Any, n: Any) -> Any:
+    return _all_reduce(x, n, "sum")
+
+
 def _axis_index(x: Any, n: Any) -> Any:
     return [np.full_like(x[i], i) for i in range(n)]
 
@@ -133,6 +159,25 @@ def _take_block_t(d: Any, n: Any, dim: Any) -> Any:
     return [np.concatenate([d[i] if j == i else zero for j in range(n)], axis=dim) for i in range(n)]
 
 
+def _ragged_all_to_all_t(d: Any, n: Any, counts: Any, rows: Any) -> Any:
+    out = np.zeros((n, sent_rows(counts), *d[0].shape[1:]), d[0].dtype)
+    for receiver in range(n):
+        first = 0
+        for sender in range(n):
+            count = counts[sender][receiver]
+            out[sender][_sent(counts, sender, receiver)] = d[receiver][first : first + count]
+            first += count
+    return list(out)
+
+
+def _enter_t(d: Any, n: Any) -> Any:
+    return _leave(d, n)  # no transpose: each index has the whole gradient of its part, and the parts are summed
+
+
+def _leave_t(d: Any, n: Any) -> Any:
+    return list(d)
+
+
 _FORWARD: dict[str, Any] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -142,6 +187,9 @@ _FORWARD: dict[str, Any] = {
     "shift": _shift,
     "permute": _permute,
     "take_block": _take_block,
+    "ragged_all_to_all": _ragged_all_to_all,
+    "enter": _enter,
+    "leave": _leave,
     "axis_index": _axis_index,
 }
 _BACKWARD: dict[str, Any] = {
@@ -153,6 +201,9 @@ _BACKWARD: dict[str, Any] = {
     "shift": _shift_t,
     "permute": _permute_t,
     "take_block": _take_block_t,
+    "ragged_all_to_all": _ragged_all_to_all_t,
+    "enter": _enter_t,
+    "leave": _leave_t,
 }
 
 

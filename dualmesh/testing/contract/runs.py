@@ -29,7 +29,11 @@ def applied(case: Any, x: Any) -> Any:
         x = xp.broadcast_to(x[:1], x.shape)
     if case.verb == "axis_index":
         return x * 0 + dm.ops.axis_index(case.axis)
-    return getattr(dm.ops, case.verb)(x, case.axis, **dict(case.settings))
+    settings = dict(case.settings)
+    if case.verb == "ragged_all_to_all":
+        counts, index = xp.asarray(settings.pop("counts")), dm.ops.axis_index(case.axis)
+        settings |= {"send_counts": counts[index], "recv_counts": counts[:, index]}
+    return getattr(dm.ops, case.verb)(x, case.axis, **settings)
 
 
 def collectives(world: Any, cases: Any) -> Any:
@@ -96,13 +100,18 @@ def special_values() -> Any:
         here = x[0]
         gathered = dm.ops.all_gather(here, "a")
         moved = dm.ops.shift(dm.ops.shift(here, "a"), "a", -1)
-        return tuple(y[None, ...] for y in (gathered, dm.ops.broadcast(here, "a", 1), moved))
+        counts = array_api_compat.array_namespace(x).asarray([[0, 6], [6, 0]])[dm.ops.axis_index("a")]
+        there = dm.ops.ragged_all_to_all(here, "a", counts, counts, rows=6)
+        entered = dm.ops.enter(here, "a")
+        return tuple(y[None, ...] for y in (gathered, dm.ops.broadcast(here, "a", 1), moved, there, entered))
 
     world = dm.P("world")
     found = dm.shard_map(each, world, world)(dm.distribute(sent, world))
-    gathered, cast, moved = (np.asarray(dm.to_numpy(y)) for y in found)
+    gathered, cast, moved, there, entered = (np.asarray(dm.to_numpy(y)) for y in found)
     return {
         "all_gather": (np.concatenate([sent[0], sent[2]]), gathered[0]),
         "broadcast": (sent[2], cast[0]),
         "shift": (sent, moved),
+        "ragged_all_to_all": (sent[[2, 3, 0, 1]], there),
+        "enter": (sent, entered),
     }
