@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dualmesh import discovery, scope
+from dualmesh.debugging import switch
 from dualmesh.registry import registry
 from dualmesh.testing.differences import Difference, refuse_differences
 from dualmesh.testing.instruments import instruments_of
@@ -66,6 +67,7 @@ def standing() -> dict[str, object]:
         "worlds": sorted(name for name, backend in discovery.loaded().items() if backend.world() is not None),
         "recording": watch.sink is not None,
         "faults": watch.faults,
+        "debug mode": switch.on,
         "backends": list(discovery.loaded()),
     }
     for name in discovery.loaded():
