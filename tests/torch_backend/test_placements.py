@@ -1,11 +1,12 @@
 """The planned placements against DTensor itself: one process is every rank in turn (torch's fake backend)."""
 
 import numpy as np
+import pytest
 
 from dualmesh.layout import Digit
 from dualmesh.partition_spec import slices_of
 from dualmesh.placements import placements_of, spec_for
-from tests.core.all_specs import TOPOLOGIES, all_specs
+from tests.core.all_specs import TOPOLOGIES, all_specs, grid, whole_specs
 from tests.worlds import torch_pool
 
 SHAPE = (24, 48)
@@ -62,3 +63,40 @@ def test_dtensor_gives_every_rank_the_slice_that_the_core_says_on_a_mesh_with_me
             wanted = array[slices_of(topology, spec, SHAPE, rank)]
             np.testing.assert_array_equal(block, wanted, err_msg=f"{spec} {rank}")
         assert placements_of(topology, spec_for(topology, placements, mesh), mesh) == placements
+
+
+def places(cases):
+    """Return, per case (mesh sizes, placements as data, index on the mesh), where DTensor says the block lies.
+
+    Checkpoints of DCP ask this, and it is where a layout against mesh order could get lost.
+    """
+    from torch.distributed.tensor import Replicate, Shard, _utils
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    asked = getattr(_utils, "_compute_local_shape_and_global_offset", None)
+    if asked is None:
+        return None
+
+    def native(kind, *numbers):
+        if kind == "StridedShard":
+            return _StridedShard(numbers[0], split_factor=numbers[1])
+        return {"Replicate": Replicate, "Shard": Shard}[kind](*numbers)
+
+    return [asked(SHAPE, sizes, index, [native(*one) for one in placements])[:2] for sizes, placements, index in cases]
+
+
+def test_a_checkpoint_is_told_where_every_block_lies_in_every_layout():
+    for name in ("2x2x2", "2x3", "view"):
+        topology, mesh = TOPOLOGIES[name], grid(TOPOLOGIES[name])
+        asked = [(spec, rank) for spec in whole_specs(topology) for rank in range(topology.world_size)]
+        cases = []
+        for spec, rank in asked:
+            planned = [as_data(one) for one in placements_of(topology, spec, mesh)]
+            cases.append(([d.size for d in mesh], planned, [rank // d.stride % d.size for d in mesh]))
+        (found,) = torch_pool.run(places, [(cases,)])
+        if found is None:
+            pytest.skip("this torch does not say where a block lies in a function that is known here")
+        for (spec, rank), (shape, start) in zip(asked, found, strict=True):
+            wanted = slices_of(topology, spec, SHAPE, rank)
+            assert tuple(start) == tuple(one.start for one in wanted), (name, spec, rank)
+            assert tuple(shape) == tuple(one.stop - one.start for one in wanted), (name, spec, rank)
