@@ -134,6 +134,10 @@ class RecordingError(DualmeshError, ValueError):
     """A recording that is missing, incomplete, of another format, or already there."""
 
 
+class ChecksumError(DualmeshError, RuntimeError):
+    """Bytes that arrived other than they were sent; `messages` lists them."""
+
+
 class NonFiniteError(DualmeshError, RuntimeError):
     """A norm that is NaN or infinite, where that is refused."""
 

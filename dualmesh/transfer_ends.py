@@ -3,9 +3,8 @@
 Who sends what is in `transfer_plan`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, NamedTuple
 
 from dualmesh.arguments import items_in
@@ -25,16 +24,17 @@ class Array(NamedTuple):
 
     shape: tuple[int, ...]
     itemsize: int
+    dtype: str = ""
 
     @classmethod
     def of(cls, where: str, path: Any, given: Any) -> "Array":
-        """Return an array for (shape, bytes of an element). *Pure.*"""
+        """Return an array for (shape, bytes of an element), or these and the name of its dtype. *Pure.*"""
         pair = items_in(given)
-        sizes = items_in(pair[0]) if pair is not None and len(pair) == 2 else None
+        sizes = items_in(pair[0]) if pair is not None and len(pair) in (2, 3) else None
         if pair is None or sizes is None or not isinstance(path, str):
             raise ArgumentError(f"{where}: {path!r}: {given!r}. Give {{path: (shape, bytes of an element)}}.")
         shape = tuple(positive(where, f"size of {path!r}", size, least=0) for size in sizes)
-        return cls(shape, positive(where, f"bytes of {path!r}", pair[1]))
+        return cls(shape, positive(where, f"bytes of {path!r}", pair[1]), *map(str, pair[2:]))
 
 
 @dataclass(frozen=True, init=False)
@@ -237,15 +237,10 @@ def _plain(end: End, path: str, spec: Any) -> P:
 
 
 def _sized(array: Array, dim: int, size: int) -> Array:
-    return Array((*array.shape[:dim], size, *array.shape[dim + 1 :]), array.itemsize)
+    return array._replace(shape=(*array.shape[:dim], size, *array.shape[dim + 1 :]))
 
 
 def _mapping(where: str, what: str, specs: Any) -> dict[str, Any]:
     if not isinstance(specs, Mapping):
         raise ArgumentError(f"{where}: {what}: specs={specs!r}. Give a dm.P, {{path: dm.P}} or a dm.ShardingPlan.")
     return {str(path): spec if isinstance(spec, Fused) else P.of(spec) for path, spec in specs.items()}
-
-
-def total_bytes(arrays: Iterable[Array]) -> int:
-    """Return how many bytes arrays have. *Pure.*"""
-    return sum(prod(array.shape) * array.itemsize for array in arrays)

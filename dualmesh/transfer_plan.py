@@ -10,7 +10,7 @@ from math import lcm, prod
 from typing import Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, listed
-from dualmesh.partition_spec import dim_layouts
+from dualmesh.partition_spec import dim_layouts, local_shape
 from dualmesh.reshards import Reshard, Slices
 from dualmesh.resolution import positive
 from dualmesh.transfer_ends import Array, End, Held, end_of, pairs_of
@@ -71,7 +71,21 @@ class TransferPlan:
         self.message_bytes = message_bytes
         self.source, self.target = source, target
         self.span = max((rank for end in (source, target) for rank in end.members), default=0) + 1
-        self._routes = _routes(arrays, source, target)
+        self.pairs = tuple(pairs_of(arrays, source, target))
+        """Every array with where it lies at both ends, in the order of the source's."""
+        self._routes = _routes(self.pairs, source, target)
+
+    def target_blocks(self) -> dict[str, tuple[tuple[int, ...], Array]]:
+        """Return {path: (shape of a rank's block, array)} of the target; of a fused path its first array. *Pure.*"""
+        found: dict[str, tuple[tuple[int, ...], Array]] = {}
+        for array, _, taken in self.pairs:
+            shape = list(local_shape(self.target.topology, taken.spec, array.shape))
+            if taken.dim >= 0:
+                before, first = found.get(taken.path, ((0,) * len(shape), array))
+                shape[taken.dim] = max(before[taken.dim], taken.start + shape[taken.dim])
+                array = first
+            found[taken.path] = tuple(shape), array
+        return found
 
     def kept(self, rank: int) -> tuple[Piece, ...]:
         """Return what a rank holds in both layouts and copies for itself. *Pure.*"""
@@ -150,7 +164,8 @@ def plan_transfer(
     """Return who sends which parts of a tree of arrays to whom, from one topology to another. *Pure.*
 
     Args:
-        arrays: {path: (shape, bytes of an element)} of what the source holds, global shapes.
+        arrays: {path: (shape, bytes of an element)} of what the source holds, global shapes; a third item may name the
+            dtype.
         src: (topology, specs), (topology, specs, ranks), or (state or its name, specs). Specs: one `dm.P` for all; a
             mapping {path: `dm.P` or `dm.Fused`}; or a `dm.ShardingPlan`.
         dst: Likewise; a mapping may have `dm.Fused` paths that the source holds as several arrays, or the reverse.
@@ -180,12 +195,12 @@ def plan_transfer(
     return TransferPlan(known, source, target, size)
 
 
-def _routes(arrays: Mapping[str, Array], source: End, target: End) -> list[_Route]:
+def _routes(pairs: Iterable[tuple[Array, Held, Held]], source: End, target: End) -> list[_Route]:
     """Return how each array goes; those cut alike share one plan, in units of which both ends' cuts are made."""
     planned: dict[Any, Reshard] = {}
     scales: dict[Any, tuple[tuple[int, ...], int]] = {}
     found = []
-    for number, (array, given, taken) in enumerate(pairs_of(arrays, source, target)):
+    for number, (array, given, taken) in enumerate(pairs):
         key = array.shape, given.spec, taken.spec
         if key not in scales:
             for end, held in ((source, given), (target, taken)):

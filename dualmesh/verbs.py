@@ -6,7 +6,7 @@ building states is in `backend`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dualmesh.errors import BackendError
 from dualmesh.lazy import np
@@ -17,6 +17,7 @@ from dualmesh.topology import Axis
 if TYPE_CHECKING:
     from dualmesh.federated_averaging import AveragingPlan
     from dualmesh.state import ParallelState
+    from dualmesh.transferring import TransferJob
 
 Kind = Literal["bool", "integer", "float", "complex"]
 
@@ -101,6 +102,33 @@ class Collectives(ABC):
         return Finished(getattr(self, verb)(x, axis, **settings))
 
 
+class HostLeaf(NamedTuple):
+    """What a process holds of one array, in host memory, as numpy's void dtypes: numpy lacks some dtypes."""
+
+    shape: tuple[int, ...]
+    """Of the global array."""
+    itemsize: int
+    dtype: str
+    blocks: Mapping[int, Any]
+    """By session rank."""
+
+    @staticmethod
+    def void(block: Any) -> Any:
+        """Return a numpy array's memory as elements without a meaning, a copy. *Local.*"""
+        kept = np.array(block, order="C")
+        return kept.reshape(-1).view(np.uint8).view(f"V{kept.itemsize}").reshape(kept.shape)
+
+    @staticmethod
+    def room(shape: tuple[int, ...], itemsize: int) -> Any:
+        """Return an empty block. *Local.*"""
+        return np.empty(shape, f"V{itemsize}")
+
+    @staticmethod
+    def read(block: Any, dtype: Any) -> Any:
+        """Return a block's elements with their numpy dtype. *Local.*"""
+        return block.reshape(-1).view(np.uint8).view(dtype).reshape(block.shape)
+
+
 class Arrays(ABC):
     """Global arrays laid over the ranks of a state."""
 
@@ -155,6 +183,32 @@ class Arrays(ABC):
 
         The states are of one backend and live; this process is a member of one of them at least.
         """
+
+    def to_host(self, path: str, x: Any, spec: P) -> HostLeaf:
+        """Return copies of this process' blocks of an array in host memory, laid out as the spec says.
+
+        Collective over the state where the array lies otherwise.
+
+        Raises:
+            BackendError: This backend has no such thing.
+        """
+        raise BackendError(f"transfer_link: {type(self).__qualname__} copies no arrays to the host.", path=path)
+
+    def host_dtype(self, x: Any) -> str:
+        """Return the name of an array's dtype, as numpy and ml_dtypes call it. Local."""
+        return str(x.dtype)
+
+    def from_host(self, path: str, x: Any, leaf: HostLeaf, spec: P) -> Any:
+        """Return the array of some blocks: `x` itself where that can be written to. Local.
+
+        Raises:
+            BackendError: This backend has no such thing.
+        """
+        raise BackendError(f"transfer_link: {type(self).__qualname__} takes no arrays from the host.", path=path)
+
+    def transfer(self, tree: Any, job: "TransferJob") -> Any:
+        """Return a tree that lies in the job's source laid out here; see `dualmesh.transfer`. Here array by array."""
+        return job.array_by_array(tree, self.reshard)
 
 
 class Programs(ABC):

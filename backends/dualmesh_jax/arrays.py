@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_me
 from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, canonical, dim_layouts
-from dualmesh.verbs import Arrays
+from dualmesh.verbs import Arrays, HostLeaf
 from dualmesh_jax.surroundings import check_one_place
 from dualmesh_jax.watch import run_together
 
@@ -72,6 +72,23 @@ class JaxArrays(Arrays):
 
     def handed_out(self, array: Any, spec: P, src: int) -> Any:
         return self.distribute(self._state.host.broadcast(array, "world", src=src), spec)
+
+    def to_host(self, path: str, x: Any, spec: P) -> HostLeaf:
+        if not isinstance(x, jax.Array):
+            raise ArrayTypeError(f"transfer_link: {path!r} is a {type(x).__qualname__}. Give JAX arrays.", path=path)
+        lies, shared = self.constrain(x, spec), self._state.shared
+        rank_of = dict(zip(shared.devices, shared.order, strict=True))
+        blocks = {rank_of[one.device]: HostLeaf.void(np.asarray(one.data)) for one in lies.addressable_shards}
+        return HostLeaf(lies.shape, lies.dtype.itemsize, lies.dtype.name, blocks)
+
+    def host_dtype(self, x: Any) -> str:
+        return str(x.dtype.name)
+
+    def from_host(self, path: str, x: Any, leaf: HostLeaf, spec: P) -> jax.Array:
+        device_of = dict(zip(self._state.shared.order, self._state.shared.devices, strict=True))
+        blocks = {rank: HostLeaf.read(block, x.dtype) for rank, block in leaf.blocks.items()}
+        pieces = [jax.device_put(block, device_of[rank]) for rank, block in blocks.items()]
+        return jax.make_array_from_single_device_arrays(leaf.shape, self._state.sharding(spec), pieces)
 
     def to_numpy(self, x: Any) -> Any:
         if not isinstance(x, jax.Array | np.ndarray | np.generic):

@@ -10,7 +10,7 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
 from dualmesh.reshards import Placed, Reshard
-from dualmesh.verbs import Arrays
+from dualmesh.verbs import Arrays, HostLeaf
 from dualmesh_sim.collectives import kind_of
 from dualmesh_sim.rendezvous import place
 
@@ -101,6 +101,17 @@ class SimArrays(Arrays):
                 block[part.target_slices] = lies.block(part.sources[0])[part.source_slices]
             block.flags.writeable = False
             blocks[rank] = block
+        return SimArray(self._state, spec, blocks)
+
+    def to_host(self, path: str, x: Any, spec: P) -> HostLeaf:
+        lies = self.placed(f"transfer_link, {path!r}", x, spec)
+        blocks = {rank: HostLeaf.void(lies.block(rank)) for rank in self._state.members}
+        return HostLeaf(lies.shape, lies.dtype.itemsize, str(lies.dtype), blocks)
+
+    def from_host(self, path: str, x: Any, leaf: HostLeaf, spec: P) -> SimArray:
+        blocks = {rank: HostLeaf.read(one, x.dtype) for rank, one in leaf.blocks.items()}
+        for block in blocks.values():
+            block.flags.writeable = False
         return SimArray(self._state, spec, blocks)
 
     def placed(self, where: str, x: Any, spec: P) -> SimArray:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from dualmesh.errors import ArrayTypeError, ShardingError, listed
 from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
-from dualmesh.verbs import Arrays
-from dualmesh_torch import resharding
+from dualmesh.transferring import TransferJob
+from dualmesh.verbs import Arrays, HostLeaf
+from dualmesh_torch import resharding, transferring
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import WIDENED, carried, resolved, uncarried
 from dualmesh_torch.exchanges import exchange
@@ -107,6 +108,46 @@ class TorchArrays(Arrays):
     @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator, no-untyped-call]
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         return resharding.reshard(x, source, source_spec, self._state, spec)
+
+    def to_host(self, path: str, x: Any, spec: P) -> HostLeaf:
+        if not isinstance(x, torch.Tensor):
+            raise ArrayTypeError(f"transfer_link: {path!r} is a {type(x).__qualname__}. Give tensors.", path=path)
+        if isinstance(x, DTensor):
+            shape, block = tuple(x.shape), resharding.as_said(x, self._state, spec).to_local()
+        else:
+            shape = global_shape(self._state.topology, spec, x.shape, what=f"transfer_link: block {path!r}")
+            block = x
+        host = block.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        kept = host.copy().view(f"V{x.dtype.itemsize}").reshape(tuple(block.shape))
+        return HostLeaf(shape, x.dtype.itemsize, self.host_dtype(x), {self._state.own_rank(): kept})
+
+    def host_dtype(self, x: Any) -> str:
+        return str(x.dtype).removeprefix("torch.")
+
+    def from_host(self, path: str, x: Any, leaf: HostLeaf, spec: P) -> Any:
+        block = leaf.blocks[self._state.own_rank()]
+        if isinstance(x, DTensor) and (x.device_mesh, tuple(x.placements)) != self._placed_as(spec):
+            raise ShardingError(
+                f"transfer_link: {path!r} lies as {x.placements} on {x.device_mesh}, but the specs say {spec!r}. Say "
+                f"how it lies.",
+                path=path,
+            )
+        room = x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+        if tuple(room.shape) != block.shape:
+            raise ShardingError(
+                f"transfer_link: {path!r} has the block shape {tuple(room.shape)} here, and {block.shape} arrived.",
+                path=path,
+            )
+        found = torch.from_numpy(block.reshape(-1).view(np.uint8)).view(x.dtype).view(room.shape)
+        room.copy_(found)
+        return x
+
+    def _placed_as(self, spec: P) -> tuple[Any, tuple[Placement, ...]]:
+        mesh, placements = self._state.sharding(spec)
+        return mesh, tuple(placements)
+
+    def transfer(self, tree: Any, job: TransferJob) -> Any:
+        return transferring.transfer(tree, job)
 
     def placed(self, where: str, x: Any, spec: P) -> DTensor:
         """Return `x`, a DTensor or a global array that every rank holds, laid out as `spec` says. *Collective.*"""

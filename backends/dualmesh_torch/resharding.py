@@ -228,7 +228,7 @@ def _read(x: Any, ends: _Ends) -> tuple[Tensor, _Head]:
     source, spec = ends.source, ends.given.spec
     if isinstance(x, DTensor):
         whole = source.sharding(P(*spec.entries))[1]
-        block: Tensor = _as_said(x, source, spec).to_local(grad_placements=whole)
+        block: Tensor = as_said(x, source, spec).to_local(grad_placements=whole)
         shape = tuple(x.shape)
     elif isinstance(x, Tensor):
         block, shape = x, global_shape(source.topology, spec, x.shape, what="reshard: block")
@@ -239,7 +239,7 @@ def _read(x: Any, ends: _Ends) -> tuple[Tensor, _Head]:
     return block, _Head(isinstance(x, DTensor), block.requires_grad, block.dtype, shape)
 
 
-def _as_said(x: DTensor, source: "TorchState", spec: P) -> DTensor:
+def as_said(x: DTensor, source: "TorchState", spec: P) -> DTensor:
     """Return the array laid out as the source end says."""
     mesh, placements = source.sharding(spec)
     if x.device_mesh == mesh and tuple(x.placements) == tuple(placements):
