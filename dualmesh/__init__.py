@@ -53,8 +53,11 @@ if TYPE_CHECKING:
     from dualmesh.topology import Topology
     from dualmesh.transfer_ends import Fused
     from dualmesh.transfer_groups import TransferGroup, transfer_group
+    from dualmesh.transfer_linking import transfer_link
+    from dualmesh.transfer_links import TransferLink
     from dualmesh.transfer_plan import TransferPlan, plan_transfer
     from dualmesh.transfer_store import TransferStore
+    from dualmesh.transferring import transfer
     from dualmesh.usual import parallel_spec
 
 __version__ = "0.1.0"
@@ -96,8 +99,11 @@ _HOMES = {
     "topology": "Topology",
     "transfer_ends": "Fused",
     "transfer_groups": "TransferGroup transfer_group",
+    "transfer_linking": "transfer_link",
+    "transfer_links": "TransferLink",
     "transfer_plan": "TransferPlan plan_transfer",
     "transfer_store": "TransferStore",
+    "transferring": "transfer",
     "usual": "parallel_spec",
 }
 if not TYPE_CHECKING:
@@ -125,6 +131,7 @@ __all__ = [
     "Topology",
     "TopologySpec",
     "TransferGroup",
+    "TransferLink",
     "TransferPlan",
     "TransferStore",
     "View",
@@ -172,7 +179,9 @@ __all__ = [
     "sync_gradients",
     "to_numpy",
     "token_mean",
+    "transfer",
     "transfer_group",
+    "transfer_link",
     "use_parallel_state",
     "value_and_grad",
 ]

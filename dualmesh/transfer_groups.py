@@ -5,7 +5,7 @@ Where they meet is in `transfer_store`; who would send weights to whom is planne
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualmesh import environment
 from dualmesh.errors import (
@@ -29,6 +29,22 @@ NO_NATIVE = (
 )
 
 
+class Seat(NamedTuple):
+    """What a process asks for: a place among the processes of its side."""
+
+    side: str
+    """"" where the group has one side only."""
+    place: int
+    count: int
+    sides: tuple[str, ...]
+    """All sides, in the order of their ranks."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is transfer rank 0."""
+        return self.side == self.sides[0] and self.place == 0
+
+
 class TransferGroup:
     """This process' place in a transfer group, of one generation; made by `dualmesh.transfer_group`.
 
@@ -37,21 +53,24 @@ class TransferGroup:
         rank: This process' rank in it.
         size: How many ranks it has.
         generation: How often the group was made in the life of its store, this time included.
+        life: A name of that life.
         hosts: Where each rank can be reached, by rank.
         told: What each rank said when it joined, by rank.
     """
 
-    def __init__(self, name: str, rank: int, size: int, address: tuple[str, int], carrier: Carrier) -> None:
-        self.name, self.rank, self.size = name, rank, size
+    def __init__(self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier) -> None:
+        self.name, self.rank, self.size = name, seat.place, seat.count
+        self.seat = seat
         self.generation = 0
         self.hosts: list[str] = []
         self.told: list[Any] = []
         self._address, self._carrier = address, carrier
         self._door: Door | None = None
-        self._life = ""
+        self.life = ""
         self._native: Any = None
         self._ended = ""
-        self._holds = rank == 0 and hold(address[1])
+        self._offers: list[dict[str, Any]] = []
+        self._holds = seat.is_first and hold(address[1])
 
     @property
     def process_group(self) -> Any:
@@ -89,11 +108,11 @@ class TransferGroup:
             found = self._door.ask("look", self.name) if self._door else {}
         except OSError as error:
             raise self._stale(where, f"it lost its store at {self._address[0]}:{self._address[1]} ({error})") from error
-        if found.get("life") != self._life or found["generation"] != self.generation:
+        if found.get("life") != self.life or found["generation"] != self.generation:
             raise self._stale(where, f"it was replaced by generation {found.get('generation')}")
         if found["lost"] or found["waiting"]:
-            gone = f"rank {listed(found['lost'])} left" if found["lost"] else ""
-            back = f"rank {listed(found['waiting'])} waits for the next generation" if found["waiting"] else ""
+            gone = f"{found['lost']} left" if found["lost"] else ""
+            back = f"{found['waiting']} waits for the next generation" if found["waiting"] else ""
             raise self._stale(where, ", and ".join(part for part in (gone, back) if part))
 
     def join(self, said: Any, timeout_s: float) -> "TransferGroup":
@@ -107,7 +126,7 @@ class TransferGroup:
                 raise self._stale(where, self._ended)
             left = max(deadline - time.monotonic(), 0.0)
             try:
-                answer = self._door.ask("join", self.name, left, rank=self.rank, size=self.size, said=[offer, said])
+                answer = self._door.ask("join", self.name, left, said=[offer, said], **self.seat._asdict())
                 break
             except OSError:  # the store's process ended; it may start anew
                 self._door.close()
@@ -117,8 +136,9 @@ class TransferGroup:
                 rank=self.rank,
             )
         if "generation" not in answer:
-            raise self._incomplete(where, answer["came"], answer["gone"], timeout_s)
-        self.generation, self._life = answer["generation"], answer["life"]
+            raise _incomplete(where, answer, timeout_s)
+        self.generation, self.life = answer["generation"], answer["life"]
+        self.rank, self.size = answer["rank"], len(answer["told"])
         self.hosts = [reachable(host, self._address[0]) for host, _ in answer["told"]]
         self._offers = [one[0] for _, one in answer["told"]]
         self.told = [one[1] for _, one in answer["told"]]
@@ -146,7 +166,7 @@ class TransferGroup:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a next generation of this process takes the place of."""
-        return (self.name, self.rank, *self._address)
+        return (self.name, self.seat.side, self.seat.place, *self._address)
 
     def __enter__(self) -> "TransferGroup":
         return self
@@ -160,31 +180,19 @@ class TransferGroup:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _incomplete(self, where: str, came: list[int], gone: list[int], timeout_s: float) -> GroupTimeoutError:
-        missing = sorted(set(range(self.size)) - {*came, *gone})
-        who = f"transfer rank {listed(missing)}" if missing else "some that came earlier and gave up"
-        earlier = f", and earlier, then gone: {listed(gone)}" if gone else ""
-        return GroupTimeoutError(
-            f"{where}: {who} did not come within {timeout_s:g} s, of {self.size} that must all call it. Who came: "
-            f"{listed(came)}{earlier}. Call it on all of them at about the same time, or raise timeout_s.",
-            missing=tuple(missing),
-            timeout_s=timeout_s,
-        )
-
     def _made(self, where: str, timeout_s: float) -> Any:
         if len(set(self.backends)) > 1:
             return None
-        name = f"dualmesh/transfer/{self.name}/{self._life}/{self.generation}"
+        name = f"dualmesh/transfer/{self.name}/{self.life}/{self.generation}"
         try:
             return self._carrier.join(name, self.rank, self.hosts, self._offers, timeout_s)
         except RuntimeError as error:
             if isinstance(error, AgreementError):
                 raise
-            lost = self._door.ask("look", self.name)["lost"] if self._door else []
+            lost = self._door.ask("look", self.name)["lost"] if self._door else ""
             raise GroupTimeoutError(
                 f"{where}: the process group of generation {self.generation} could not be made on transfer rank "
-                f"{self.rank}: {error}. Transfer ranks that left: {listed(lost)}. Call it again on all.",
-                missing=tuple(lost),
+                f"{self.rank}: {error}. Who left: {lost or 'nobody'}. Call it again on all.",
                 timeout_s=timeout_s,
             ) from error
 
@@ -251,15 +259,29 @@ def transfer_group(
         raise RankError(f"{where} {name!r}: rank {rank!r} is none of its ranks. Ranks: 0..{count - 1}.", rank=rank)
     address = address_of(where, store)
     limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
-    old = _current.get((name, number, *address))
-    group = TransferGroup(
-        name, number, count, address, driver_for(backend).transfer_carrier()
-    )  # holds the store before the old lets go
+    seat = Seat("", number, count, ("",))
+    return joined(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier()), said, limit)
+
+
+def joined(group: TransferGroup, said: Any, timeout_s: float) -> TransferGroup:
+    """Return a group once all have come; what this process had in its place ends. *Collective*, with a timeout."""
+    old = _current.get(group.key)
     if old is not None:  # the new one holds the store by now, so that it goes on
         old.end("it was replaced: this process asked for the next generation")
     _current[group.key] = group
     try:
-        return group.join(said, limit)
+        return group.join(said, timeout_s)
     except BaseException:
         group.close()
         raise
+
+
+def _incomplete(where: str, answer: dict[str, Any], timeout_s: float) -> GroupTimeoutError:
+    who = listed(answer["missing"]) if answer["missing"] else "some that came earlier and gave up"
+    earlier = f", and earlier, then gone: {answer['gone']}" if answer["gone"] else ""
+    return GroupTimeoutError(
+        f"{where}: {who} did not come within {timeout_s:g} s. Who came: {answer['came']}{earlier}. Call it on all of "
+        f"them at about the same time, or raise timeout_s.",
+        missing=tuple(answer["missing"]),
+        timeout_s=timeout_s,
+    )

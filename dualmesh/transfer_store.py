@@ -7,73 +7,17 @@ Messages are lines of JSON.
 import contextlib
 import json
 import os
-import select
 import socket
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
-from dualmesh.errors import ArgumentError, SessionError, listed
+from dualmesh.errors import ArgumentError, SessionError
+from dualmesh.transfer_rooms import Entry, Room, all_named, has_left, named
 
 _POLL_S = 0.1
 _PATIENCE_S = 5.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One process that wants to be a rank of the next generation, or is one of the current."""
-
-    rank: int
-    size: int
-    said: Any
-    host: str
-    door: socket.socket
-    answer: dict[str, Any] | None = None
-
-
-@dataclass
-class _Room:
-    """Who waits for the next generation of a group, and who makes up the current one."""
-
-    generation: int = 0
-    waiting: dict[int, _Entry] = field(default_factory=dict)
-    members: dict[int, _Entry] = field(default_factory=dict)
-    lost: set[int] = field(default_factory=set)
-    gone: set[int] = field(default_factory=set)
-    """Who came since the current generation began, and did not wait for the next."""
-
-    def enter(self, entry: _Entry) -> None:
-        """Take a place, and begin the next generation where it was the last one free."""
-        for other in [one for one in self.waiting.values() if _has_left(one.door)]:
-            self.leave(other)
-        sizes = {other.size for other in self.waiting.values()} - {entry.size}
-        if entry.rank in self.waiting:
-            entry.answer = {"problem": f"rank {entry.rank} is taken by another process, which waits now."}
-        elif sizes:
-            found = f"rank {entry.rank} said {entry.size} ranks, those that wait ({listed(sorted(self.waiting))})"
-            for one in (entry, *self.waiting.values()):
-                one.answer = {"problem": f"{found} said {listed(sorted(sizes))}."}
-            self.waiting = {}
-        else:
-            self.waiting[entry.rank] = entry
-            self.gone.discard(entry.rank)
-        if len(self.waiting) == entry.size and entry.answer is None:
-            self.generation += 1
-            self.members, self.waiting, self.lost, self.gone = self.waiting, {}, set(), set()
-            ranks = sorted(self.members)
-            told = [[self.members[rank].host, self.members[rank].said] for rank in ranks]
-            for member in self.members.values():
-                member.answer = {"generation": self.generation, "told": told}
-
-    def leave(self, entry: _Entry) -> None:
-        """Give a place back."""
-        if self.waiting.get(entry.rank) is entry:
-            del self.waiting[entry.rank]
-            self.gone.add(entry.rank)
-        if self.members.get(entry.rank) is entry:
-            self.lost.add(entry.rank)
 
 
 class TransferStore:
@@ -89,7 +33,7 @@ class TransferStore:
 
     def __init__(self, port: int = 0) -> None:
         self.life = os.urandom(4).hex()
-        self._rooms: dict[str, _Room] = {}
+        self._rooms: dict[str, Room] = {}
         self._changed = threading.Condition()
         self._doors: set[socket.socket] = set()
         if socket.has_dualstack_ipv6():
@@ -126,7 +70,7 @@ class TransferStore:
 
     def _attend(self, door: socket.socket, host: str) -> None:
         """Answer one process until it leaves."""
-        kept: list[tuple[_Room, _Entry]] = []
+        kept: list[tuple[Room, Entry]] = []
         with contextlib.suppress(OSError, ValueError, KeyError), door, door.makefile("r") as said:
             for line in said:
                 asked = json.loads(line)
@@ -139,30 +83,31 @@ class TransferStore:
             self._changed.notify_all()
 
     def _answer(
-        self, asked: dict[str, Any], door: socket.socket, host: str, kept: list[tuple[_Room, _Entry]]
+        self, asked: dict[str, Any], door: socket.socket, host: str, kept: list[tuple[Room, Entry]]
     ) -> dict[str, Any]:
         with self._changed:
-            room = self._rooms.setdefault(asked["name"], _Room())
+            room = self._rooms.setdefault(asked["name"], Room())
             if asked["what"] == "look":
-                waiting = sorted(room.waiting)
-                return {"generation": room.generation, "lost": sorted(room.lost), "waiting": waiting}
-            entry = _Entry(asked["rank"], asked["size"], asked["said"], host, door)
+                lost, waiting = (
+                    all_named(room.lost) if room.lost else "",
+                    all_named(room.waiting) if room.waiting else "",
+                )
+                return {"generation": room.generation, "lost": lost, "waiting": waiting}
+            place = asked["side"], asked["place"], asked["count"], tuple(asked["sides"])
+            entry = Entry(*place, asked["said"], host, door)
             room.enter(entry)
             kept.append((room, entry))
             self._changed.notify_all()
             deadline = time.monotonic() + asked["timeout_s"]
-            while entry.answer is None and time.monotonic() < deadline and not _has_left(door):
+            while entry.answer is None and time.monotonic() < deadline and not has_left(door):
                 self._changed.wait(_POLL_S)
             if entry.answer is not None:
                 return entry.answer
+            came, gone = all_named(room.waiting), all_named(room.gone)
+            missing = [one for one in room.missing(entry) if one not in {named(place) for place in room.gone}]
             room.leave(entry)
             self._changed.notify_all()
-            return {"came": sorted({*room.waiting, entry.rank}), "gone": sorted(room.gone - {entry.rank})}
-
-
-def _has_left(door: socket.socket) -> bool:
-    readable, _, _ = select.select([door], [], [], 0)
-    return bool(readable) and not door.recv(1, socket.MSG_PEEK)
+            return {"missing": missing, "came": came, "gone": gone}
 
 
 class Door:

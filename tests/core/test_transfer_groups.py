@@ -1,5 +1,6 @@
 """Transfer groups without a framework: generations, who is missing, who left, what is refused."""
 
+import json
 import socket
 import threading
 import time
@@ -17,7 +18,7 @@ from dualmesh.errors import (
     SessionError,
     StaleStateError,
 )
-from dualmesh.transfer_groups import _current
+from dualmesh.transfer_groups import Seat, _current
 from dualmesh.transfer_store import Door, address_of
 
 
@@ -108,7 +109,7 @@ def test_a_rank_that_left_or_waits_for_the_next_generation_is_named(store):
 def test_who_does_not_come_is_named_and_the_place_is_free_again(store):
     for error in joined(store, 1, 3, size=4, timeout_s=0.3):
         assert isinstance(error, GroupTimeoutError)
-        assert "transfer rank 0, 2" in str(error)
+        assert "rank 0, rank 2 did not come within 0.3 s" in str(error)
     groups = joined(store, 0, 1, 2, 3)
     assert [1] * 4 == [group.generation for group in groups]
     close(*groups)
@@ -117,7 +118,8 @@ def test_who_does_not_come_is_named_and_the_place_is_free_again(store):
 def test_who_dies_while_waiting_makes_room(store):
     host, port = "localhost", int(store.rpartition(":")[2])
     dead = socket.create_connection((host, port))
-    dead.sendall(b'{"what": "join", "name": "weights", "rank": 1, "size": 2, "said": null, "timeout_s": 60}\n')
+    asked = {"what": "join", "name": "weights", "said": None, "timeout_s": 60.0, **Seat("", 1, 2, ("",))._asdict()}
+    dead.sendall(json.dumps(asked).encode() + b"\n")
     time.sleep(0.2)
     dead.close()
     time.sleep(0.5)
@@ -130,13 +132,13 @@ def test_a_rank_taken_twice_and_sizes_that_differ_are_refused(store):
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(join, store, 0, 2)
         other_process = Door(*address_of("test", store), 10.0)
-        while other_process.ask("look", "weights")["waiting"] != [0]:
+        while other_process.ask("look", "weights")["waiting"] != "rank 0":
             time.sleep(0.01)
-        answer = other_process.ask("join", "weights", 1.0, rank=0, size=2, said=None)
+        answer = other_process.ask("join", "weights", 1.0, **Seat("", 0, 2, ("",))._asdict(), said=None)
         assert answer["problem"] == "rank 0 is taken by another process, which waits now."
         other_process.close()
         for refused in (str(joined(store, 1, size=3)[0]), str(waiting.exception())):
-            assert "rank 1 said 3 ranks, those that wait (0) said 2" in refused
+            assert "rank 1 said 3 ranks, those that wait (rank 0) said 2" in refused
     close(*joined(store, 0, 1))
 
 
