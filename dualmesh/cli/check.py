@@ -11,6 +11,7 @@ from dualmesh.cli.report import PROBLEM, Report, Table
 from dualmesh.cli.show import text_of
 from dualmesh.configuration import Configuration
 from dualmesh.errors import ArgumentError, SpecError, counted
+from dualmesh.resolution import positive
 
 SUMMARY = "read a YAML or TOML file of named states; every problem with its line"
 FLAGS = (WORLD, NODES)
@@ -23,7 +24,8 @@ def check(values: Any, arguments: Sequence[str]) -> Report:
     path = arguments[0]
     try:
         config = Configuration.from_file(path)
-        size = values["world_size"].value or config.world_size
+        given = values["world_size"].value
+        size = config.world_size if given is None else positive("dualmesh check", "world_size", given)
         topologies = config.topologies(size) if size is not None else {}
     except SpecError as error:
         problems = list(getattr(error, "problems", ()) or [str(error)])

@@ -12,6 +12,7 @@ from dualmesh.cli.diagnosis import Finding, frameworks, installed, packages, por
 from dualmesh.cli.framework_probes import looked_at
 from dualmesh.cli.report import PROBLEM, Report, Table
 from dualmesh.errors import ArgumentError, counted, did_you_mean, listed
+from dualmesh.resolution import positive
 
 SUMMARY = "versions, devices, environment, two ranks per framework; what is wrong and how to mend it"
 FLAGS = (
@@ -64,5 +65,6 @@ def _ranks_here(world_size: int | None, per_node: int | None) -> int | None:
     """Return how many ranks this machine is to hold: as launched, or as asked."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     launched = int(said) if said.isdecimal() else None
-    asked = [count for count in (world_size, per_node) if count is not None]
+    named = {"world_size": world_size, "gpus_per_node": per_node}
+    asked = [positive("dualmesh doctor", name, count) for name, count in named.items() if count is not None]
     return min(asked) if asked else launched

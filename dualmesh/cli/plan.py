@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
-from dualmesh.cli.selection import selected
+from dualmesh.cli.selection import chosen_rank, selected
 from dualmesh.cli.show import heading, text_of
 from dualmesh.cli.traffic import Model, bytes_held, traffic
 from dualmesh.configuration import StateConfig
@@ -50,6 +50,7 @@ def plan(values: Any, arguments: Sequence[str]) -> Report:
     layers, hidden = model.shape
     assumed = f"{model.parameters:.3g} parameters, {layers} layers, hidden size {hidden}"
     tokens = f"{model.batch} x {model.sequence} tokens per data index, {model.element_bytes} bytes a value"
+    rank = chosen_rank(selection, values["rank"].value, "plan")
     data: dict[str, Any] = {}
     parts: list[str | Table] = [f"Model: {assumed}; {tokens}."]
     for name, topology in selection.topologies.items():
@@ -57,17 +58,21 @@ def plan(values: Any, arguments: Sequence[str]) -> Report:
         data[name] = {
             "spec": text_of(topology),
             "bytes_held": round(held),
-            "communicators": _communicators(topology, values["rank"].value),
+            "communicators": _communicators(topology, _rank_in(topology, rank)),
             "step": _step(topology, model, selection.gpus_per_node),
         }
-        parts += _parts(name, topology, data[name], values["rank"].value)
+        parts += _parts(name, topology, data[name], _rank_in(topology, rank))
     model_data = {"parameters": model.parameters, "layers": layers, "hidden_size": hidden}
     common = {"world_size": selection.world_size, "gpus_per_node": selection.gpus_per_node, "model": model_data}
     return Report({**common, "states": data}, parts)
 
 
-def _communicators(topology: Topology, rank: int | None) -> list[dict[str, Any]]:
-    rank = topology.members[0] if rank is None else rank
+def _rank_in(topology: Topology, rank: int | None) -> int:
+    """Return the rank named, or the first of a state that does not have it."""
+    return rank if rank is not None and topology.has_rank(rank) else topology.members[0]
+
+
+def _communicators(topology: Topology, rank: int) -> list[dict[str, Any]]:
     used: dict[Membership, list[str]] = {}
     for axis, found in memberships(topology, rank).items():
         used.setdefault(found, []).append(axis if isinstance(axis, str) else " x ".join(axis))
@@ -99,7 +104,7 @@ def _crosses(topology: Topology, axis: Axis, per_node: int) -> bool:
     return leaves_node(topology.layout(axis), len(members), per_node, members[0])
 
 
-def _parts(name: str, topology: Topology, found: dict[str, Any], rank: int | None) -> Iterator[str | Table]:
+def _parts(name: str, topology: Topology, found: dict[str, Any], rank: int) -> Iterator[str | Table]:
     yield f"\n{heading(name, topology)}"
     yield f"Weights, gradients and Adam's state: {_bytes(found['bytes_held'])} on each rank, 16 bytes a parameter."
     rows = [
@@ -107,7 +112,7 @@ def _parts(name: str, topology: Topology, found: dict[str, Any], rank: int | Non
         for one in found["communicators"]
     ]
     own = sum(one["size"] > 1 for one in found["communicators"])
-    title = f"communicators of rank {topology.members[0] if rank is None else rank}: {own} of more than one rank"
+    title = f"communicators of rank {rank}: {own} of more than one rank"
     yield Table(("ranks", "lane", "for", "first"), rows, title)
     step = [
         (
@@ -140,7 +145,8 @@ def _fitting(values: Any, model: Model) -> Report:
     if world is None:
         raise ArgumentError("dualmesh plan: --axes needs --world-size.")
     positive("dualmesh plan", "world_size", world)
-    per_node = positive("dualmesh plan", "gpus_per_node", values["gpus_per_node"].value or GPUS_PER_NODE)
+    given = values["gpus_per_node"].value
+    per_node = positive("dualmesh plan", "gpus_per_node", GPUS_PER_NODE if given is None else given)
     axes = [axis.strip() for axis in values["axes"].value.split(",")]
     unknown = [axis for axis in axes if axis not in BASE_AXES]
     if unknown or len(set(axes)) < len(axes):

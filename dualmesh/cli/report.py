@@ -56,6 +56,8 @@ def printed(report: Report, as_json: bool) -> None:
         if isinstance(part, str):
             console.print(part, markup=False, highlight=False, soft_wrap=True)
         else:
+            if part.title:
+                console.print(part.title, markup=False, highlight=False)
             console.print(_rich(part))
 
 
@@ -69,7 +71,7 @@ def _console() -> Any:
 def _rich(table: Table) -> Any:
     tables, boxes = imported("rich.table", "rich", "dualmesh", EXTRA), imported("rich.box", "rich", "dualmesh", EXTRA)
     text = imported("rich.text", "rich", "dualmesh", EXTRA)
-    made = tables.Table(title=table.title or None, title_justify="left", box=boxes.SIMPLE, pad_edge=False)
+    made = tables.Table(box=boxes.SIMPLE, pad_edge=False)
     for head in table.heads:
         made.add_column(head, overflow="fold")
     for row in table.rows:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from dualmesh.configuration import Configuration
-from dualmesh.errors import ArgumentError, listed
+from dualmesh.errors import ArgumentError, RankError
 from dualmesh.flags import config_from_flags
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE
 from dualmesh.resolution import positive
@@ -51,18 +51,16 @@ def selected(values: Any, config: Configuration | None = None) -> Selection:
     return Selection(topologies, size, positive("dualmesh", "gpus_per_node", per_node))
 
 
-def one_of(selection: Selection, command: str) -> tuple[str, Topology]:
-    """Return the only topology. *Pure.*
+def chosen_rank(selection: Selection, rank: int | None, command: str) -> int | None:
+    """Return a rank that some topology has, or None where none was named. *Pure.*
 
     Raises:
-        ArgumentError: There are several.
+        RankError: No topology has it.
     """
-    if len(selection.topologies) > 1:
-        raise ArgumentError(
-            f"dualmesh {command}: the states are {listed(selection.topologies)}. Name one: --state=NAME.",
-            states=tuple(selection.topologies),
-        )
-    return next(iter(selection.topologies.items()))
+    if rank is not None and not any(topology.has_rank(rank) for topology in selection.topologies.values()):
+        last = selection.world_size - 1
+        raise RankError(f"dualmesh {command}: rank {rank} is in no state. Ranks: 0..{last}.", rank=rank)
+    return rank
 
 
 def _implied(config: Configuration) -> int:

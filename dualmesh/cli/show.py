@@ -8,8 +8,8 @@ from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
-from dualmesh.cli.selection import selected
-from dualmesh.errors import RankError, counted, listed
+from dualmesh.cli.selection import chosen_rank, selected
+from dualmesh.errors import counted, listed
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, facts, neighbours, views
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Topology
@@ -22,9 +22,7 @@ _SHOWN = 8
 def show(values: Any, arguments: Sequence[str]) -> Report:
     """Answer `dualmesh show`. *Local.*"""
     selection = selected(values)
-    rank = values["rank"].value
-    if rank is not None and not any(topology.has_rank(rank) for topology in selection.topologies.values()):
-        raise RankError(f"dualmesh show: rank {rank} is in no state. Ranks: 0..{selection.world_size - 1}.", rank=rank)
+    rank = chosen_rank(selection, values["rank"].value, "show")
     data: dict[str, Any] = {}
     parts: list[str | Table] = []
     for name, topology in selection.topologies.items():

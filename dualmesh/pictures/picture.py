@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.errors import ArgumentError, RankError, did_you_mean, listed
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE, facts
 from dualmesh.pictures.files import png, svg
 from dualmesh.pictures.panels import picture
@@ -59,6 +59,9 @@ class Picture:
         self._gpus_per_node = positive("draw", "gpus_per_node", gpus_per_node)
         if not self.topologies:
             raise ArgumentError("draw: there is nothing to draw. Give at least one topology.")
+        if rank is not None and not any(topology.has_rank(rank) for topology in self.topologies.values()):
+            names = listed(self.topologies)
+            raise RankError(f"draw: rank {rank!r} is in none of {names}. Name one of their ranks.", rank=rank)
         self._canvas = picture(self.topologies, self._gpus_per_node, rank)
 
     @property

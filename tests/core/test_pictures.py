@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh.errors import ArgumentError
+from dualmesh.errors import ArgumentError, RankError
 from dualmesh.pictures import draw
 from dualmesh.pictures.axis_facts import facts
 
@@ -73,6 +73,8 @@ def test_endings_decide_and_others_are_refused(tmp_path):
     assert (tmp_path / "t.html").read_text() == page
     with pytest.raises(ArgumentError, match=r"Endings: \.svg, \.png, \.html"):
         topology.draw(tmp_path / "t.pdf")
+    with pytest.raises(RankError, match="rank 8 is in none of topology"):
+        topology.draw(rank=8)
     with pytest.raises(ArgumentError, match="Did you mean 'dark'"):
         topology.draw(theme="drak")
 
