@@ -104,7 +104,7 @@ def measure(backend: str) -> None:
             "use_parallel_state('base')": "with use('base'): pass",
         }
         with dm.use_parallel_state("base"):
-            seconds = interleaved({row: repeated(code, names) for row, code in rows.items()}, number=20_000)
+            seconds = interleaved({row: repeated(code, names) for row, code in rows.items()}, number=5_000, repeats=60)
         floors = {row: "read a ContextVar in a function" for row in list(rows)[1:5]}
         floors["use_parallel_state('base')"] = "scope by hand, same storages"
         table(f"{backend}, Python {sys.version.split()[0]}", seconds, floors)

@@ -1,8 +1,10 @@
-"""Timing one statement against a floor in the same run: interleaved repeats, medians."""
+"""Timing one statement against a floor in the same run: interleaved repeats, the best of each.
+
+The best is what the machine can do; what other work adds to a repeat is not the statement's.
+"""
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
@@ -10,7 +12,7 @@ Loop = Callable[[int], None]
 
 
 def interleaved(loops: Mapping[str, Loop], *, number: int, repeats: int = 15) -> dict[str, float]:
-    """Return the median seconds per pass of each loop; `loop(n)` does n passes."""
+    """Return the best seconds per pass of each loop; `loop(n)` does n passes."""
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for loop in loops.values():
         loop(number)
@@ -19,7 +21,7 @@ def interleaved(loops: Mapping[str, Loop], *, number: int, repeats: int = 15) ->
             start = time.perf_counter()
             loop(number)
             seconds[name].append((time.perf_counter() - start) / number)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return {name: min(times) for name, times in seconds.items()}
 
 
 def repeated(statement: str, names: Mapping[str, object]) -> Loop:
