@@ -193,7 +193,7 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
 def _mesh_axes(read: Settings) -> tuple[str, ...]:
     given = read.get("mesh_axes")
     order = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
-    unknown = [name for name in order if name not in MAXTEXT_KEYS]
+    unknown = [name for name in order if not isinstance(name, str) or name not in MAXTEXT_KEYS]
     if unknown or not order or len(set(order)) < len(order):
         read.problems.append(f"mesh_axes={given!r}. It must list different axes of {listed(MAXTEXT_KEYS)}.")
         return MAXTEXT_AXES
