@@ -57,7 +57,8 @@ def table(rows: Sequence[Row], where: Mapping[str, str]) -> str:
     """Return the rows as a Markdown table under the machine's line."""
     lines = [", ".join(f"{name} {value}" for name, value in where.items()), ""]
     lines += ["| measured | takes | by hand | ratio |", "| --- | --- | --- | --- |"]
-    for row in rows:
+    floors = {(row.title, row.floor) for row in rows}
+    for row in (row for row in rows if (row.title, row.name) not in floors):
         floor = "" if row.floor_s is None else f"{row.floor}: {duration(row.floor_s)}"
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         lines.append(f"| {row.title}: {row.name} | {duration(row.seconds)} | {floor} | {ratio} |")
