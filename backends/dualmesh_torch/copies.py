@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 Label = tuple[Any, ...]
 OUTSIDE = (
-    "a DTensor of shape {shape} lies on the ranks {found}, but {label} has {members}. Ask a state that has all of them."
+    "{where}: a DTensor of shape {shape} lies on the ranks {found}, but {label} has {members}. Ask a state that has "
+    "all of them."
 )
 UNEQUAL = (
-    "some ranks hold {first} tensors of shape {shape}, others {second}, and nothing says which are copies of which. "
-    "Give the module or a dict, whose names tell them apart, or blocks={{axis: tensors}} where each index has its own."
+    "{where}: some ranks hold {first} tensors of shape {shape}, others {second}, and nothing says which are copies "
+    "of which. Give the module or a dict, whose names tell them apart, or blocks={{axis: tensors}} where each index "
+    "has its own."
 )
 
 
@@ -55,7 +57,7 @@ def is_here(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
 
 
-def blocks_of(state: "TorchState", held: Iterable[Held]) -> list[Block]:
+def blocks_of(where: str, state: "TorchState", held: Iterable[Held]) -> list[Block]:
     """Return the block of every tensor. *Local.*
 
     A mesh along axes of the state, or of another registered one, is repeated along that state's other axes: with equal
@@ -70,7 +72,7 @@ def blocks_of(state: "TorchState", held: Iterable[Held]) -> list[Block]:
         mesh, placements = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
         key = (mesh, placements, axes)
         if key not in known:
-            _refuse_outside(state, mesh, tensor.shape)
+            _refuse_outside(where, state, mesh, tensor.shape)
             known[key] = _place_of(state, mesh, placements, axes)
         place, is_first, count = known[key]
         label = (name, tuple(tensor.shape), tensor.dtype, placements, *place)
@@ -91,7 +93,7 @@ def imbalance(blocks: Iterable[Block]) -> tuple[float, float]:
     return float(sums[0]), float(sums[1])
 
 
-def first_holders(state: "TorchState", blocks: Sequence[Block]) -> list[bool]:
+def first_holders(where: str, state: "TorchState", blocks: Sequence[Block]) -> list[bool]:
     """Return whether this rank is the first one that really holds it, for every block. *Collective over the state.*
 
     Raises:
@@ -104,7 +106,7 @@ def first_holders(state: "TorchState", blocks: Sequence[Block]) -> list[bool]:
         for number, (count, shape) in said.items():
             found = first.setdefault(number, (place, count))[1]
             if found != count:
-                raise ArgumentError(UNEQUAL.format(first=found, second=count, shape=shape), shape=shape)
+                raise ArgumentError(UNEQUAL.format(where=where, first=found, second=count, shape=shape), shape=shape)
     here = state.topology.position(state.grid_rank(state.own_rank()))
     return [first[_number_of(block.label)][0] == here for block in blocks]
 
@@ -119,11 +121,11 @@ def _number_of(label: Label) -> int:
     return int.from_bytes(blake2b(repr(label).encode(), digest_size=8).digest(), "big")
 
 
-def _refuse_outside(state: "TorchState", mesh: DeviceMesh | None, shape: Sequence[int]) -> None:
+def _refuse_outside(where: str, state: "TorchState", mesh: DeviceMesh | None, shape: Sequence[int]) -> None:
     ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
     if not all(state.has_rank(rank) for rank in ranks):
-        words = {"shape": tuple(shape), "found": listed(ranks), "label": state.label, "members": listed(state.members)}
-        raise ShardingError(OUTSIDE.format(**words), ranks=tuple(ranks))
+        words = {"found": listed(ranks), "label": state.label, "members": listed(state.members)}
+        raise ShardingError(OUTSIDE.format(where=where, shape=tuple(shape), **words), ranks=tuple(ranks))
 
 
 def _place_of(

@@ -78,7 +78,7 @@ def _norm(state: "TorchState", where: str, find: Callable[[], Sequence[Held]], o
     own: torch.Tensor | None = None
     try:
         held = [one for one in find() if is_here(one.tensor)]
-        blocks = blocks_of(state, held)
+        blocks = blocks_of(where, state, held)
         shards = [_local(where, tensor) for tensor, _, _ in held]
         own = _own_total(state, shards, [block.is_first or order == inf for block in blocks], order)
     except Exception as error:  # said when the others know, so that nobody waits for this rank
@@ -91,7 +91,7 @@ def _norm(state: "TorchState", where: str, find: Callable[[], Sequence[Held]], o
     if refused:
         raise ArgumentError(ELSEWHERE.format(where=where, label=state.label))
     if any(missing):
-        total = _over_all(where, state, _own_total(state, shards, first_holders(state, blocks), order), order)
+        total = _over_all(where, state, _own_total(state, shards, first_holders(where, state, blocks), order), order)
     norm = torch.where(total[1] > 0, torch.nan, total[0] if order == inf else total[0] ** (1 / order))
     is_double = any(shard.dtype in (torch.float64, torch.complex128) for shard in shards)
     return norm if is_double else norm.float()

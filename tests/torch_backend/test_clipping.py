@@ -292,40 +292,35 @@ def refused_somewhere():
     import torch
 
     half = dm.init_parallel_state(dp_size=2, ranks=(0, 1), name="half")
-    state = dm.init_parallel_state(dp_size=4)
-    rank, said = state.index("dp"), {}
-    one = torch.ones(2, dtype=torch.float64)
-    gives = {
-        "type": [with_gradient(one), *([3] if rank == 2 else [])],
-        "layout": [with_gradient(one)],
-        "unequal": [with_gradient(one) for _ in range(2 if rank == 3 else 1)],
+    state = dm.init_parallel_state(dp_size=4, name="whole")
+    rank, one = state.global_rank, torch.ones(2, dtype=torch.float64)
+    wrong = [with_gradient(one), *([3] if rank == 2 else [])]
+    unequal = [with_gradient(one) for _ in range(2 if rank == 3 else 1)]
+    square = torch.eye(2).to_sparse_csr() if rank == 1 else torch.eye(2)
+    calls = {
+        "type": lambda: dm.clip_grad_norm_(wrong, 0.1, state=state),
+        "unequal": lambda: dm.clip_grad_norm_(unequal, 0.1, state=state),
+        "layout": lambda: dm.global_norm([square], state=state),
     }
-    if rank == 1:
-        gives["layout"][0] = torch.nn.Parameter(torch.zeros(2, 2))
-        gives["layout"][0].grad = torch.eye(2).to_sparse_csr()
-    for name, given in gives.items():
-        try:
-            dm.clip_grad_norm_(given, 0.1)
-        except dm.DualmeshError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    left = all(p.grad.to_dense().max() == 1.0 for given in gives.values() for p in given if p != 3)
     if half.is_member:
         wide = with_gradient(dm.distribute(np.ones(4), dm.P("dp"), state=state))
+        calls["outside"] = lambda: dm.clip_grad_norm_([wide], 1.0, state=half)
+    said = {}
+    for name, call in calls.items():
         try:
-            dm.clip_grad_norm_([wide], 1.0, state=half)
+            call()
         except dm.DualmeshError as error:
-            said["outside"] = str(error)
-    return said, left
+            said[name] = f"{type(error).__name__}: {error}"
+    return said, all(p.grad.max() == 1.0 for p in (wrong[0], *unequal))
 
 
 def test_all_ranks_refuse_what_one_rank_cannot_clip():
-    other = "ArgumentError: clip_grad_norm_: another rank of State 'base' refused"
-    for rank, (said, left) in enumerate(torch_world(refused_somewhere, world_size=4)):
-        assert left
-        assert said["type"].startswith("ArrayTypeError: clip_grad_norm_: found a int" if rank == 2 else other)
-        assert said["layout"].startswith(
-            "ArrayTypeError: clip_grad_norm_: found a tensor of layout torch.sparse_csr" if rank == 1 else other
-        )
+    for rank, (said, untouched) in enumerate(torch_world(refused_somewhere, world_size=4)):
+        assert untouched
+        other = "ArgumentError: {}: another rank of State 'whole' refused what it was given"
+        is_type, is_layout = "ArrayTypeError: clip_grad_norm_: found a int", "found a tensor of layout torch.sparse_csr"
+        assert (is_type if rank == 2 else other.format("clip_grad_norm_")) in said["type"]
+        assert (is_layout if rank == 1 else other.format("global_norm")) in said["layout"]
         assert "some ranks hold 1 tensors of shape (2,), others 2" in said["unequal"]
         assert ("outside" in said) == (rank < 2)
         assert rank > 1 or "(4,) lies on the ranks 0, 1, 2, 3, but State 'half' has 0, 1" in said["outside"]

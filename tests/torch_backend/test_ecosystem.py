@@ -65,17 +65,17 @@ def launched(state):
     return lambda: [os.environ.pop(name) for name in (*place, "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")]
 
 
-def with_accelerate():
+def with_accelerate(world):
     import torch
     from accelerate import Accelerator
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import fully_shard
 
-    state = dm.init_parallel_state(dp_replicate_size=2, dp_shard_size=2)
+    state = dm.init_parallel_state(dp_replicate_size=2, dp_shard_size=world // 2)
     forget = launched(state)
     try:
-        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=world // 2)
         config.device_mesh = state.submesh("dp_replicate", "dp_shard")
         adopted = config.get_device_mesh("cpu") is state.submesh("dp_replicate", "dp_shard")
         accelerator = Accelerator(cpu=True)
@@ -96,14 +96,15 @@ def with_accelerate():
         forget()
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @needs("accelerate", "huggingface_hub")
-def test_accelerate_trains_what_a_state_shards():
-    found = torch_world(with_accelerate, world_size=4)
+def test_accelerate_trains_what_a_state_shards(world):
+    found = torch_world(with_accelerate, world, world_size=world)
     assert all(adopted for adopted, _ in found)
     assert_trained([parameters for _, parameters in found])
 
 
-def with_lightning(path):
+def with_lightning(world, path):
     import warnings
 
     import lightning
@@ -112,7 +113,7 @@ def with_lightning(path):
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
-    state = dm.init_parallel_state(dp_shard_size=2)
+    state = dm.init_parallel_state(dp_shard_size=world)
     forget = launched(state)
 
     class Module(lightning.LightningModule):
@@ -134,10 +135,10 @@ def with_lightning(path):
     try:
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            **{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False, "default_root_dir": path},
+            **{"accelerator": "cpu", "devices": world, "max_epochs": 1, "logger": False, "default_root_dir": path},
             **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
             use_distributed_sampler=False,
-            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
             plugins=[TorchElasticEnvironment()],
         )
         module = Module()
@@ -150,19 +151,19 @@ def with_lightning(path):
 
 @needs("lightning")
 def test_lightning_trains_what_a_state_shards(tmp_path):
-    assert_trained(torch_world(with_lightning, str(tmp_path), world_size=2))
+    assert_trained(torch_world(with_lightning, 4, str(tmp_path), world_size=4))
 
 
-def with_transformers(path):
+def with_transformers(world, path):
     import torch
     import transformers
 
-    state = dm.init_parallel_state(tp_size=2)
+    state = dm.init_parallel_state(tp_size=world)
     forget = launched(state)
     try:
         config = transformers.LlamaConfig(
             **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
-            **{"num_attention_heads": 4, "num_key_value_heads": 4, "dtype": "float64"},
+            **{"num_attention_heads": 8, "num_key_value_heads": 8, "dtype": "float64"},
         )
         torch.manual_seed(4)
         whole = transformers.LlamaForCausalLM(config).double().eval()
@@ -183,18 +184,18 @@ def with_transformers(path):
 
 @needs("transformers", "tokenizers", "safetensors", "huggingface_hub")
 def test_transformers_splits_a_model_over_a_states_mesh(tmp_path):
-    for difference, shape in torch_world(with_transformers, str(tmp_path), world_size=2):
+    for difference, shape in torch_world(with_transformers, 4, str(tmp_path), world_size=4):
         assert difference < 1e-12
-        assert shape == (16, 16)
+        assert shape == (8, 16)
 
 
-def with_trainer(path):
+def with_trainer(world, path):
     import torch
     import transformers
     from accelerate.state import AcceleratorState
     from torch.distributed.fsdp import fully_shard
 
-    state = dm.init_parallel_state(dp_shard_size=2)
+    state = dm.init_parallel_state(dp_shard_size=world)
     forget = launched(state)
 
     class Trainer(transformers.Trainer):
@@ -231,4 +232,4 @@ def with_trainer(path):
 
 @needs("accelerate", "transformers", "tokenizers", "safetensors", "huggingface_hub")
 def test_the_hugging_face_trainer_trains_what_a_state_shards(tmp_path):
-    assert_trained(torch_world(with_trainer, str(tmp_path), world_size=2))
+    assert_trained(torch_world(with_trainer, 4, str(tmp_path), world_size=4))
