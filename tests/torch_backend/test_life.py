@@ -79,13 +79,14 @@ def test_a_world_begun_again_builds_fresh_states_and_old_ones_are_refused_where_
 
 
 def cleared_around(rank, world_size, port):
-    """Live four times at one address; clear before and after the world's end, twice, by name and all."""
+    """Live four times on one store; clear before and after the world's end, twice, by name and all."""
     import torch
     import torch.distributed as dist
 
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     totals = []
     for life in ("before", "after", "by name", "never"):
-        begin(rank, world_size, port)
+        dist.init_process_group("gloo", store=dist.PrefixStore(life, store), rank=rank, world_size=world_size)
         dm.init_parallel_states({"a": dm.TopologySpec({"x": world_size}), "b": dm.parallel_spec(tp_size=world_size)})
         totals.append(dm.ops.all_reduce(torch.tensor(rank + 1.0), "x").item())
         if life == "by name":
@@ -105,7 +106,7 @@ def cleared_around(rank, world_size, port):
     return totals
 
 
-def test_states_are_cleared_before_and_after_the_world_ends_and_its_address_is_used_again():
+def test_states_are_cleared_before_and_after_the_world_ends_twice_and_by_name():
     assert started(cleared_around, 2) == [[3.0, True, 3.0, True, 3.0, 3.0, True, 3.0, True]] * 2
 
 

@@ -23,6 +23,10 @@ def registrations(n):
         "torchtitan": {"base": dm.presets.torchtitan(dp_replicate=2, dp_shard=n // 4, tp=2)},
         "free axes": {"base": dm.TopologySpec({"rows": n // 4, "seq": 2, "heads": 2}, roles=roles)},
         "lists": {"base": dm.RankGroups([tuple(range(1, n // 2)), (n - 1, 0), (n // 2,)])},
+        "lists beside a grid": {  # both have an axis whose digits are one of n / 2 and stride 1
+            "lists": dm.RankGroups([tuple(range(0, n, 2))]),
+            "grid": dm.TopologySpec({"rows": 2, "columns": n // 2}),
+        },
     }
 
 
@@ -54,7 +58,13 @@ def counts(world_size):
         wanted = distinct_by_hand(states, pool.rank)
         made = len(distributed_c10d._world.pg_map) - before
         defaults = sum(group.name == pool.default.group_name for group in dm.groups_in_use())
-        found[name] = ({key[:2] for key in pool.keys()} == wanted, len(pool), made + defaults, len(wanted), defaults)
+        same = {key[:2] for key in pool.keys()} == wanted and all(
+            tuple(distributed_c10d.get_process_group_ranks(state.group(axis))) == state.ranks(axis)
+            for state in states.values()
+            for axis in state.axis_names
+            if state.topology.is_member(axis, pool.rank)
+        )
+        found[name] = (same, len(pool), made + defaults, len(wanted), defaults)
         dm.clear_parallel_state()
     return found
 
