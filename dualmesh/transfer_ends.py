@@ -165,23 +165,21 @@ def end_of(where: str, what: str, given: Any, renames: Mapping[str, str] | None 
 def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[tuple[Array, Held, Held]]:
     """Yield every array with where it lies at both ends, in the order of the source's. *Pure.*"""
     here = {name: (array, held) for name, array, held in _held(source, arrays)}
-    wanted: dict[str, tuple[str, Held | None]] = {}
+    wanted: dict[str, Held] = {}
     sizes = {name: array for name, (array, _) in here.items()}
     for path, fused in target.fused().items():
         names = [target.renames.get(name, name) for name in fused.names(path)]
         if not any(name in here for name in names):
             continue  # a partial update leaves it out
         for name, held in _parts(target, path, fused, [_one(sizes, name, path) for name in names]):
-            wanted[target.renames.get(name, name)] = path, held
+            wanted[target.renames.get(name, name)] = held
     back = {old: new for new, old in target.renames.items()}
     for name, (array, given) in here.items():
+        path = back.get(name, name)
         if name in wanted:
-            held = wanted[name][1]
+            yield array, given, wanted[name]
         else:
-            path = back.get(name, name)
-            held = Held(path, _plain(target, path, target.spec_of(path, array.shape)))
-        if held is not None:
-            yield array, given, held
+            yield array, given, Held(path, _plain(target, path, target.spec_of(path, array.shape)))
 
 
 def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:

@@ -35,7 +35,7 @@ class Seat(NamedTuple):
     side: str
     """"" where the group has one side only."""
     place: int
-    count: int
+    total: int
     sides: tuple[str, ...]
     """All sides, in the order of their ranks."""
 
@@ -59,7 +59,7 @@ class TransferGroup:
     """
 
     def __init__(self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier) -> None:
-        self.name, self.rank, self.size = name, seat.place, seat.count
+        self.name, self.rank, self.size = name, seat.place, seat.total
         self.seat = seat
         self.generation = 0
         self.hosts: list[str] = []

@@ -93,7 +93,7 @@ class TransferStore:
                     all_named(room.waiting) if room.waiting else "",
                 )
                 return {"generation": room.generation, "lost": lost, "waiting": waiting}
-            place = asked["side"], asked["place"], asked["count"], tuple(asked["sides"])
+            place = asked["side"], asked["place"], asked["total"], tuple(asked["sides"])
             entry = Entry(*place, asked["said"], host, door)
             room.enter(entry)
             kept.append((room, entry))

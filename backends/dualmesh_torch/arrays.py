@@ -132,7 +132,8 @@ class TorchArrays(Arrays):
                 f"how it lies.",
                 path=path,
             )
-        room = x.detach().to_local() if isinstance(x, DTensor) else x.detach()
+        held: Any = x.detach()
+        room = held.to_local() if isinstance(held, DTensor) else held
         if tuple(room.shape) != block.shape:
             raise ShardingError(
                 f"transfer_link: {path!r} has the block shape {tuple(room.shape)} here, and {block.shape} arrived.",

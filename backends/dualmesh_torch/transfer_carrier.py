@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dualmesh.errors import AgreementError, listed
 from dualmesh.transfer_carriers import Carrier
@@ -26,7 +27,7 @@ class TorchCarrier(Carrier):
     def offer(self, rank: int) -> dict[str, Any]:
         said: dict[str, Any] = {"communication": _communication()}
         if rank == 0:
-            self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             said["port"] = self._store.port
         return said
 
@@ -42,9 +43,7 @@ class TorchCarrier(Carrier):
             )
         wait = timedelta(seconds=timeout_s)
         if self._store is None:
-            self._store = dist.TCPStore(
-                hosts[0], told[0]["port"], is_master=False, wait_for_workers=False, timeout=wait
-            )
+            self._store = TCPStore(hosts[0], told[0]["port"], is_master=False, wait_for_workers=False, timeout=wait)
         return private.lone_group(rank, len(told), name, every[rank], self._store, wait)
 
     def is_live(self, native: Any) -> bool:
