@@ -240,6 +240,50 @@ def test_blocks_in_shard_map_become_numpys_weighted_mean(backend, sizes, hsdp):
             np.testing.assert_allclose(blocks, [wanted[shard] for _, shard in place], rtol=1e-5, atol=1e-6)
 
 
+def replicas_that_differ():
+    """Average blocks of replicas that hold different values, in `shard_map` and, on JAX, as arrays outside."""
+    state = dm.init_parallel_state(spec=dm.FederatedSpec((4, 2), shard_size=2), name="federation")
+    topology = state.spec.federation
+    own = np.array([[[100.0 * topology.federated_rank(r) + 10 * topology.shard_index(r) + r]] for r in range(6)])
+    found = {}
+    for asked in (True, False):
+        mean = dm.shard_map(
+            lambda block, asked=asked: dm.federated_mean(block, state, (3, 1), average_replicas=asked),
+            dm.P("world"),
+            dm.P("world"),
+        )
+        found["inside", asked] = dm.to_numpy(mean(own.astype("float32")))
+    if state.backend == "jax":
+        import jax
+
+        arrays = []
+        for number in range(2):
+            rows = np.array(topology.mesh(topology.communicating(number)[0]))
+            mesh = jax.sharding.Mesh(state.mesh.devices.ravel()[rows], ("replica", "shard"))
+            blocks = [jax.device_put(own[r, 0].astype("float32"), state.mesh.devices.flat[r]) for r in rows.flat]
+            layout = jax.sharding.NamedSharding(mesh, jax.P("shard"))
+            arrays.append(jax.make_array_from_single_device_arrays((2,), layout, blocks))
+        means = dm.federated_mean(arrays, state, (3, 1), average_replicas=True)
+        shards = [shard for mean in means for shard in mean.addressable_shards]
+        found["outside", True] = np.stack([np.asarray(shard.data) for shard in shards])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_replicas_that_differ_are_averaged_in_their_federation_first_where_asked(backend):
+    first = [10.0 * s + np.mean([s, s + 2]) for s in (0, 1)]  # ranks 0, 2 and 1, 3 hold shards 0 and 1
+    second = [100.0 + 10 * s + 4 + s for s in (0, 1)]
+    averaged = np.array([(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
+    senders = np.array([0.0, 13.0])  # ranks 0 and 3: shards are spread over replicas
+    unaveraged = (3 * senders + second) / 4
+    shards = [0, 1, 0, 1, 0, 1]
+    for found in worlds()[backend](replicas_that_differ, world_size=6):
+        np.testing.assert_allclose(found["inside", True].ravel(), averaged[shards], rtol=1e-6)
+        np.testing.assert_allclose(found["inside", False].ravel(), unaveraged[shards], rtol=1e-6)
+        if backend == "jax":
+            np.testing.assert_allclose(found["outside", True].ravel(), averaged[shards], rtol=1e-6)
+
+
 def refused_in_jax():
     import jax
     import jax.numpy as jnp
