@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dualmesh.ahead_of_time import aot
     from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
     from dualmesh.configuration import Configuration, StateConfig
+    from dualmesh.debugging import debug
     from dualmesh.description import describe, described
     from dualmesh.distributed_state import DistributedState
     from dualmesh.errors import DualmeshError, StaleStateError
@@ -67,6 +68,7 @@ _HOMES = {
     "ahead_of_time": "aot",
     "arrays": "constrain distribute local_slices shard_local to_numpy",
     "configuration": "Configuration StateConfig",
+    "debugging": "debug",
     "description": "describe described",
     "distributed_state": "DistributedState",
     "errors": "DualmeshError StaleStateError",
@@ -141,6 +143,7 @@ __all__ = [
     "clip_grad_norm_",
     "constrain",
     "create_device_mesh",
+    "debug",
     "describe",
     "described",
     "distribute",
