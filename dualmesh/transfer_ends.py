@@ -159,7 +159,16 @@ def end_of(where: str, what: str, given: Any, renames: Mapping[str, str] | None 
         )
     if not (is_spec(specs) or isinstance(specs, ShardingPlan)):
         specs = _mapping(where, what, specs)
-    return End(what, place, ranks, specs, dict(renames or {}))
+    return End(what, place, ranks, specs, renames_of(where, renames))
+
+
+def renames_of(where: str, renames: Any) -> dict[str, str]:
+    """Return {path here: path in the source}, checked. *Pure.*"""
+    if renames is None:
+        return {}
+    if isinstance(renames, Mapping) and all(isinstance(name, str) for pair in renames.items() for name in pair):
+        return dict(renames)
+    raise ArgumentError(f"{where}: renames={renames!r}. Give {{path here: path in the source}}.", renames=renames)
 
 
 def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[tuple[Array, Held, Held]]:

@@ -13,7 +13,7 @@ from dualmesh.registry import registry
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 from dualmesh.transfer_carriers import NoCarrier
-from dualmesh.transfer_ends import end_of
+from dualmesh.transfer_ends import end_of, renames_of
 from dualmesh.transfer_groups import Seat, TransferGroup, joined
 from dualmesh.transfer_links import SIDES, LinkSettings, TransferLink
 from dualmesh.transfer_run import BUFFER_BYTES
@@ -65,6 +65,7 @@ def transfer_link(
         raise ArgumentError(f"{where}: state={state!r}. Give a state or its name.", state=state)
     found.require_ready(where)
     end_of(where, role, (found, specs))
+    names = renames_of(where, renames)
     limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
     address, bound = address_of(where, store), positive(where, "buffer_bytes", buffer_bytes)
     own = found.host.all_gather(found.local_ranks[0], "world")
@@ -81,7 +82,7 @@ def transfer_link(
         said["port"] = server.getsockname()[1]
         group = joined(TransferGroup(name, seat, address, NoCarrier(found.backend)), said, limit)
         try:
-            settings = LinkSettings(limit, dict(renames or {}), *_same_settings(name, group.told))
+            settings = LinkSettings(limit, names, *_same_settings(name, group.told))
             link = TransferLink(group, role, found, specs, settings)
             link.connect(server, limit)
         except BaseException:

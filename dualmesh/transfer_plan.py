@@ -191,7 +191,7 @@ def plan_transfer(
     wide = [path for path, array in known.items() if array.itemsize > size]
     if wide:
         raise ArgumentError(f"{where}: message_bytes={size} is less than one element of {listed(wide)}.", paths=wide)
-    source, target = end_of(where, "src", src), end_of(where, "dst", dst, renames or {})
+    source, target = end_of(where, "src", src), end_of(where, "dst", dst, renames)
     return TransferPlan(known, source, target, size)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh.errors import ArgumentError, ShardingError
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError
 from dualmesh.partition_spec import P
 from dualmesh.paths import with_paths
 from dualmesh.registry import registry
@@ -42,6 +42,8 @@ class TransferJob:
 
         def moved(x: Any) -> Any:
             path = next(paths)
+            if not hasattr(x, "shape"):
+                raise ArrayTypeError(f"transfer: {path!r} is a {type(x).__qualname__}. Give arrays.", path=path)
             specs = [
                 end.spec_of(place, tuple(x.shape))
                 for end, place in ((self.given, path), (self.taken, back.get(path, path)))

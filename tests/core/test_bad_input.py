@@ -146,6 +146,19 @@ CALLS = {
         for what in ("pad", "src", "check")
     },
     "to_numpy": dm.to_numpy,
+    "Fused spec": lambda value: dm.Fused(value, {"q": 1}),
+    "Fused parts": lambda value: dm.Fused(P(), value),
+    "Fused dim": lambda value: dm.Fused(P(), {"q": 1}, value),
+    **{
+        f"plan_transfer {name}": keyword(
+            dm.plan_transfer, name, {"arrays": {"w": ((8,), 4)}, "src": (GRID, P()), "dst": (GRID, P())}
+        )
+        for name in ("arrays", "src", "dst", "message_bytes", "renames")
+    },
+    **{
+        f"transfer {name}": keyword(dm.transfer, name, {"tree": {}, "src": "base", "dst": "base", "specs": P()})
+        for name in ("tree", "src", "dst", "specs", "renames", "buffer_bytes")
+    },
     "to_numpy shape": lambda value: dm.to_numpy(X, shape=value),
     "local_slices pad": lambda value: dm.local_slices(P("dp"), (8,), 0, pad=value),
     "local_slices spec": lambda value: dm.local_slices(value, (8,), 0),

@@ -195,6 +195,7 @@ def test_a_target_that_hears_nothing_says_who_is_silent(states, store):
         ({"specs": 3}, "specs=3"),
         ({"timeout_s": -1}, "is no time"),
         ({"buffer_bytes": 0}, "buffer_bytes"),
+        ({"renames": ["w"]}, "renames="),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_opened(states, change, match):
