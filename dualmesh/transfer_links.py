@@ -1,6 +1,7 @@
 """Links between two worlds: a source's trees of arrays arrive in a target's layout, whatever frameworks the two are in.
 
-Processes meet in `transfer_linking`; who sends what is planned in `transfer_plan`, by both sides alike.
+Processes meet in `transfer_linking`; who sends what is planned in `transfer_plan`, by both sides alike. Long, as both
+halves of one conversation are here.
 """
 
 import hashlib
