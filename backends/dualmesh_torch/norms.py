@@ -84,8 +84,9 @@ def _norm(state: "TorchState", where: str, find: Callable[[], Sequence[Held]], o
     except Exception as error:  # said when the others know, so that nobody waits for this rank
         refusal = error
     extra = (0.0, 0.0) if order == inf else imbalance(blocks)  # a largest value may be counted twice
-    total = _over_all(where, state, own, order, (float(refusal is not None), *extra))
-    _, _, refused, *missing = total.tolist()
+    wide = any(shard.dtype in (torch.float64, torch.complex128) for shard in shards)
+    total = _over_all(where, state, own, order, (float(refusal is not None), float(wide), *extra))
+    _, _, refused, wides, *missing = total.tolist()
     if refusal is not None:
         raise refusal
     if refused:
@@ -93,8 +94,7 @@ def _norm(state: "TorchState", where: str, find: Callable[[], Sequence[Held]], o
     if any(missing):
         total = _over_all(where, state, _own_total(state, shards, first_holders(where, state, blocks), order), order)
     norm = torch.where(total[1] > 0, torch.nan, total[0] if order == inf else total[0] ** (1 / order))
-    is_double = any(shard.dtype in (torch.float64, torch.complex128) for shard in shards)
-    return norm if is_double else norm.float()
+    return norm if wides else norm.float()  # alike on all ranks, also those without tensors
 
 
 def _own_total(
