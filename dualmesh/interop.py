@@ -35,7 +35,7 @@ def to_jax(x: Any, state: ParallelState | None = None, *, copy: bool = True) -> 
             have to copy (gaps between elements, memory that is not aligned to 64 bytes).
         ShardingError: A DTensor on another mesh than the state's, or a partial one.
     """
-    return _moved("to_jax", x, "torch", "jax", state, copy)
+    return handed_over("to_jax", x, "torch", "jax", state, copy=copy)
 
 
 def to_torch(x: Any, state: ParallelState | None = None, *, copy: bool = True) -> Any:
@@ -50,7 +50,7 @@ def to_torch(x: Any, state: ParallelState | None = None, *, copy: bool = True) -
         ArrayTypeError: A traced array; a dtype that torch lacks.
         ShardingError: An array on another mesh than the state's, or one of several ranks of this process.
     """
-    return _moved("to_torch", x, "jax", "torch", state, copy)
+    return handed_over("to_torch", x, "jax", "torch", state, copy=copy)
 
 
 def call_jax(fn: Callable[..., Any], state: ParallelState | None = None) -> Callable[..., Any]:
@@ -81,7 +81,8 @@ def call_torch(fn: Callable[..., Any], state: ParallelState | None = None) -> Ca
     return _calling("call_torch", fn, "jax", "torch", state)
 
 
-def _moved(where: str, x: Any, source: str, target: str, state: ParallelState | None, copy: bool) -> Any:
+def handed_over(where: str, x: Any, source: str, target: str, state: ParallelState | None, *, copy: bool) -> Any:
+    """Return arrays of one framework as those of another; see `to_jax`. *Local.*"""
     copy = flag_of(where, "copy", copy)
     giver, taker = discovery.load(source).border(), discovery.load(target).border()
     meant = _meant(state)

@@ -8,20 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError
-from dualmesh.partition_spec import P
+from dualmesh.errors import ArgumentError, ArrayTypeError
+from dualmesh.interop import handed_over
+from dualmesh.lazy import array_api_compat
+from dualmesh.partition_spec import local_shape
 from dualmesh.paths import with_paths
+from dualmesh.programs import shard_map
 from dualmesh.registry import registry
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
-from dualmesh.transfer_ends import End, Fused, end_of
+from dualmesh.transfer_ends import Array, End, Held, end_of, pairs_of
 from dualmesh.transfer_run import BUFFER_BYTES
 from dualmesh.tree import mapped
-
-FUSED_HERE = (
-    "transfer: {path!r} is fused. The backend {backend!r} moves array by array, as its own resharding does, and knows "
-    "no fused blocks: split it first, or send it over a dm.transfer_link."
-)
 
 
 @dataclass(frozen=True)
@@ -36,30 +34,45 @@ class TransferJob:
     checksum: bool
 
     def array_by_array(self, tree: Any, reshard: Callable[..., Any]) -> Any:
-        """Return the tree, each array moved by itself. *Collective over both ends.*"""
-        paths = iter([path for path, _ in with_paths(tree)])
-        back = {old: new for new, old in self.taken.renames.items()}
-
-        def moved(x: Any) -> Any:
-            path = next(paths)
+        """Return the tree, each array moved by itself, fused ones part by part. *Collective over both ends.*"""
+        arrays = dict(with_paths(tree))
+        for path, x in arrays.items():
             if not hasattr(x, "shape"):
                 raise ArrayTypeError(f"transfer: {path!r} is a {type(x).__qualname__}. Give arrays.", path=path)
-            specs = [
-                end.spec_of(place, tuple(x.shape))
-                for end, place in ((self.given, path), (self.taken, back.get(path, path)))
-            ]
-            if any(isinstance(spec, Fused) for spec in specs):
-                raise ShardingError(FUSED_HERE.format(path=path, backend=self.source.backend), path=path)
-            return reshard(x, P.of(specs[1]), self.source, P.of(specs[0]))
+        known = {path: Array(tuple(x.shape), 1) for path, x in arrays.items()}
+        moved: dict[str, list[tuple[Held, Any]]] = {}
+        for array, given, taken in pairs_of(known, self.given, self.taken):
+            part = _taken_out(arrays[given.path], given, array.shape, self.source)
+            found = reshard(part, taken.spec, self.source, given.spec)
+            moved.setdefault(taken.path, []).append((taken, found))
+        found = {path: _joined(parts, self.target) for path, parts in moved.items()}
+        if self.taken.renames or set(found) != set(arrays):
+            return found
+        paths = iter(arrays)
+        return mapped(lambda _x: found[next(paths)], tree)
 
-        return self.named(mapped(moved, tree))
 
-    def named(self, tree: Any) -> Any:
-        """Return a tree under the names of the target: as it is, or where some were renamed, {path: array}. *Pure.*"""
-        if not self.taken.renames:
-            return tree
-        back = {old: new for new, old in self.taken.renames.items()}
-        return {back.get(path, path): x for path, x in with_paths(tree)}
+def _taken_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState) -> Any:
+    """Return a part of a fused array: of each rank's block, the part's block. *Collective over the state.*"""
+    if held.dim < 0:
+        return x
+    size = local_shape(state.topology, held.spec, shape)[held.dim]
+    cut = (*[slice(None)] * held.dim, slice(held.start, held.start + size))
+    return shard_map(lambda block: block[cut], (held.spec,), held.spec, state)(x)
+
+
+def _joined(parts: list[tuple[Held, Any]], state: ParallelState) -> Any:
+    """Return a fused array of its parts: each rank's blocks one after another. *Collective over the state.*"""
+    (first, x), *rest = sorted(parts, key=lambda part: part[0].start)
+    if first.dim < 0:
+        return x
+    if not rest:
+        return x
+
+    def one(*blocks: Any) -> Any:
+        return array_api_compat.array_namespace(blocks[0]).concat(blocks, axis=first.dim)
+
+    return shard_map(one, tuple(first.spec for _ in parts), first.spec, state)(x, *(y for _, y in rest))
 
 
 def transfer(
@@ -76,7 +89,8 @@ def transfer(
 
     Every byte goes once, straight to the ranks that lack it; nothing is gathered, and no gradient passes
     (`dm.reshard` has one). torch: point-to-point messages of bounded size; small arrays share one. JAX and sim: array
-    by array, as `dm.reshard`.
+    by array, as `dm.reshard`. Where the two states are of two frameworks in the same processes, the tree moves in the
+    source's and is then handed over block by block (`dm.interop`); other worlds are reached by `dm.transfer_link`.
 
     Args:
         tree: Nested containers of global arrays, or in per-rank code of torch of this rank's blocks; any part of a
@@ -90,11 +104,12 @@ def transfer(
         checksum: Whether to compare what arrives with what was sent, on the host (torch).
 
     Returns:
-        Such a tree, of arrays in the target; {path: array} where names differ. None on ranks outside it.
+        Such a tree, of arrays in the target's framework; {path: array} where names differ. None on ranks outside it.
 
     Raises:
         ShapeError: A dim that the axes of one end do not divide.
-        ShardingError: An array without a spec, or a sum still to be taken; states of two backends.
+        ShardingError: An array without a spec, or a sum still to be taken.
+        SessionError: The states are of two frameworks whose worlds do not share their processes.
         AgreementError: Ranks of the source gave different trees.
         ChecksumError: What arrived is not what was sent.
 
@@ -109,15 +124,14 @@ def transfer(
     """
     where = "transfer"
     source, target = _state("src", src), _state("dst", dst)
-    if source.backend != target.backend:
-        raise ShardingError(
-            f"{where}: {source.label} is of the backend {source.backend!r}, {target.label} of {target.backend!r}. Both "
-            f"must be of one: hand arrays over with dm.interop, or use a dm.transfer_link.",
-            source=source,
-            target=target,
-        )
     source.require_live(where)
     target.require_live(where)
+    if source.backend != target.backend:
+        near = target.on(source.backend)
+        moved = transfer(
+            tree, src=source, dst=near, specs=specs, renames=renames, buffer_bytes=buffer_bytes, checksum=checksum
+        )
+        return handed_over(where, moved, source.backend, target.backend, near, copy=True)
     pair = specs if isinstance(specs, tuple) and len(specs) == 2 else (specs, specs)
     job = TransferJob(
         source,

@@ -100,14 +100,12 @@ def together(options: argparse.Namespace) -> None:
     """Train and sample in the same processes."""
     with dm.session(backend=("torch", "jax")):
         trainer = Trainer()
-        twin = dm.init_parallel_state(spec=dm.TopologySpec({"tp": -1}), name="sampler", backend="torch")
-        sampler = Sampler(twin.on("jax"))
+        sampler = Sampler(dm.init_parallel_state(spec=dm.TopologySpec({"tp": -1}), name="sampler", backend="jax"))
         losses, texts = [], {}
         for step in range(options.steps):
             losses.append(trainer.step(step))
             if (step + 1) % options.every == 0:
-                moved = dm.transfer(trainer.params, src="trainer", dst="sampler", specs=(TRAINING, SAMPLING))
-                params = dm.interop.to_jax(moved, state=twin)
+                params = dm.transfer(trainer.params, src="trainer", dst="sampler", specs=(TRAINING, SAMPLING))
                 texts[step + 1] = sampler.text(params)
         kept = trainer.weights(), sampler.weights(params)
         if trainer.state.is_writer():

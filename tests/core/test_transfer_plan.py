@@ -1,6 +1,5 @@
 """Plans of whole trees, carried out in numpy and held to a lower bound that is computed from the definition alone."""
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -233,14 +232,12 @@ def test_what_cannot_be_planned_is_refused_by_name(arrays, src, dst, settings, e
         plan_transfer(arrays, src=src, dst=dst, **settings)
 
 
-def test_one_ranks_part_of_1000_tensors_between_1024_ranks_takes_less_than_a_second():
-    """Of processor time, which other work on the machine does not lengthen."""
+def test_one_ranks_part_of_1000_tensors_between_1024_ranks_is_all_that_it_lacks():
+    """What it takes is in `tests.bench.topology_scale`; nothing is listed for the other ranks."""
     source, target = topology({"fsdp": 128, "tp": 8}), topology({"dp": 64, "tp": 16})
     arrays = {f"layers.{i}.w": ((4096 + 1024 * (i % 8), 4096), 2) for i in range(1000)}
-    began = time.process_time()
     plan = plan_transfer(arrays, src=(source, P(("tp", "fsdp"))), dst=(target, P("tp")))
     received, sent = plan.receives(777), plan.sends(777)
-    assert time.process_time() - began < 1.0
     needs = sum(np.prod(local_shape(target, P("tp"), shape)) * 2 for shape, _ in arrays.values())
     kept = sum(piece.nbytes for piece in plan.kept(777))
     assert sum(message.nbytes for message in received) + kept == needs

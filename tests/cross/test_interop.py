@@ -215,6 +215,32 @@ def test_traced_arrays_and_other_meshes_are_refused():
         assert "is not on the mesh of State 'base'" in other
 
 
+def test_trees_move_between_states_of_two_frameworks():
+    """From torch to JAX and back, to another grid and to some of the ranks only, bit for bit."""
+
+    def moved(data):
+        dm.init_parallel_state(spec=dm.TopologySpec({"tp": 4}), name="trainer", backend="torch")
+        dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2, "tp": 2}), name="sampler", backend="jax")
+        dm.init_parallel_state(spec=dm.TopologySpec({"tp": 2}), ranks=(3, 1), name="judge", backend="jax")
+        tree = {"w": dm.distribute(data, dm.P("tp"), state=dm.get_parallel_state_by_name("trainer"))}
+        specs = dm.P("tp"), dm.P("dp", "tp"), dm.P(None, "tp")
+        there = dm.transfer(tree, src="trainer", dst="sampler", specs=specs[:2])
+        back = dm.transfer(there, src="sampler", dst="trainer", specs=(specs[1], specs[0]))
+        some = dm.transfer(tree, src="trainer", dst="judge", specs=(specs[0], specs[2]))
+        block = np.asarray(some["w"].addressable_data(0)) if some is not None else None
+        sampler = dm.get_parallel_state_by_name("sampler")
+        read = dm.to_numpy(there["w"], state=sampler), dm.to_numpy(back["w"])
+        return type(there["w"]).__module__[:3], *read, block
+
+    data = np.arange(32, dtype=np.float32).reshape(8, 4)
+    expected = [None, data[:, 2:], None, data[:, :2]]
+    for (framework, there, back, block), own in zip(joint_world(moved, data), expected, strict=True):
+        assert framework == "jax"
+        np.testing.assert_array_equal(there, data)
+        np.testing.assert_array_equal(back, data)
+        np.testing.assert_array_equal(block, own)
+
+
 def test_ranks_in_other_processes_have_no_twin():
     """A JAX process of several ranks and a torch process of one are no twins."""
 
