@@ -134,6 +134,10 @@ def cycles(own_groups, count):
     from torch.distributed import distributed_c10d
     from torch.distributed.device_mesh import DeviceMesh
 
+    def meshes():
+        return [one for one in gc.get_objects() if type(one).__name__ == "DeviceMesh" and isinstance(one, DeviceMesh)]
+
+    others = len(meshes())  # which tests before this one left in the process
     found = []
     for cycle in range(count):
         dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), own_groups=own_groups)
@@ -150,7 +154,7 @@ def cycles(own_groups, count):
                 int(status["Threads"]),
                 len(os.listdir("/proc/self/fd")),
                 len(distributed_c10d._world.pg_map),
-                sum(isinstance(one, DeviceMesh) for one in gc.get_objects() if type(one).__name__ == "DeviceMesh"),
+                len(meshes()) - others,
                 int(status["VmRSS"].split()[0]) / 1024,
             )
         )
