@@ -65,7 +65,8 @@ def planning() -> None:
     began = time.process_time()
     plan = dm.plan_transfer(arrays, src=(source, dm.P(("tp", "fsdp"))), dst=(target, dm.P("tp")))
     sizes = len(plan.receives(777)), len(plan.sends(777))
-    print(f"  one rank's part of 1,000 arrays between 1,024 ranks: {time.process_time() - began:.2f} s, {sizes} messages")
+    seconds = time.process_time() - began
+    print(f"  one rank's part of 1,000 arrays between 1,024 ranks: {seconds:.2f} s, {sizes} messages")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-import time
+import tracemalloc
 
 import pytest
 
@@ -66,12 +66,14 @@ def test_show_prints_tables_that_are_not_cut(capsys):
     assert "…" not in text
 
 
-def test_show_answers_for_a_million_ranks_in_under_a_second(answer):
-    began = time.process_time()
+def test_show_answers_for_a_million_ranks_without_a_table_of_them(answer):
+    tracemalloc.start()
     found, _ = answer(
         "show", "--world-size=1048576", "--dp-shard=-1", "--ulysses=4", "--tp=8", "--ep=8", "--rank=77777"
     )
-    assert time.process_time() - began < 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20  # bytes; one integer a rank would be as much
     assert found["states"]["base"]["axes"][2]["sizes"] == [32768]
 
 
