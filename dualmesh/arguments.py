@@ -3,6 +3,7 @@
 Counts and sizes are checked in `resolution`, axes and states where they are looked up.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -40,6 +41,11 @@ def words_of(where: str, name: str, value: Any) -> tuple[str, ...]:
     if not all(isinstance(word, str) for word in words):
         raise ArgumentError(f"{where}: {name} is {value!r}. Give names: strings.", **{name: value})
     return words
+
+
+def is_switched_on(variable: str) -> bool:
+    """Tell whether an environment variable is set to something else than no: empty, 0, false. *Local.*"""
+    return os.environ.get(variable, "0") not in ("", "0", "false", "False")
 
 
 def flag_of(where: str, name: str, value: Any) -> bool:

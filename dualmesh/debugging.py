@@ -4,10 +4,9 @@ How ranks compare is in `agreement`; what of a collective is compared, the backe
 """
 
 import inspect
-import os
 from types import TracebackType
 
-from dualmesh.arguments import flag_of
+from dualmesh.arguments import flag_of, is_switched_on
 
 DEBUG_VARIABLE = "DUALMESH_DEBUG"
 
@@ -18,7 +17,7 @@ class Switch:
     __slots__ = ("on",)
 
     def __init__(self) -> None:
-        self.on = os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0", "false", "False")
+        self.on = is_switched_on(DEBUG_VARIABLE)
 
 
 switch = Switch()

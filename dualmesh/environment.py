@@ -63,15 +63,15 @@ def launch_from(
             found=tuple(found),
             missing=tuple(missing),
         )
-    processes = _number(variables, "WORLD_SIZE")
-    rank = _number(variables, "RANK")
+    processes = number_of(variables, "WORLD_SIZE")
+    rank = number_of(variables, "RANK")
     _check_rank(rank, processes)
     return Launch(
         rank=rank,
         world_size=world_size,
         process_count=processes,
-        local_rank=_number(variables, "LOCAL_RANK", rank),
-        init_method=f"tcp://{variables['MASTER_ADDR']}:{_number(variables, 'MASTER_PORT')}",
+        local_rank=number_of(variables, "LOCAL_RANK", rank),
+        init_method=f"tcp://{variables['MASTER_ADDR']}:{number_of(variables, 'MASTER_PORT')}",
         local_devices=local_devices,
         timeout_s=timeout_s,
     )
@@ -112,7 +112,12 @@ def _check_rank(rank: int, processes: int) -> None:
         )
 
 
-def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number_of(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Return a launcher's variable as an integer. *Pure.*
+
+    Raises:
+        LaunchError: It is none, or is not set and there is no default.
+    """
     value = variables.get(name)
     if value is None and default is not None:
         return default
