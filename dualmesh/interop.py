@@ -85,7 +85,7 @@ def handed_over(where: str, x: Any, source: str, target: str, state: ParallelSta
     """Return arrays of one framework as those of another; see `to_jax`. *Local.*"""
     copy = flag_of(where, "copy", copy)
     giver, taker = discovery.load(source).border(), discovery.load(target).border()
-    meant = _meant(state)
+    twins = functools.cache(functools.partial(_twins, _meant(state), source, target))
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, PASSED) or taker.owns(leaf):
@@ -95,7 +95,7 @@ def handed_over(where: str, x: Any, source: str, target: str, state: ParallelSta
                 f"{where}: found a {type(leaf).__qualname__}. Give {source} arrays, in nested dicts, lists and tuples.",
                 found=type(leaf),
             )
-        return _crossed(where, leaf, giver, taker, _twins(meant, source, target), copy)
+        return _crossed(where, leaf, giver, taker, twins(), copy)
 
     return tree.mapped(one, x)
 
