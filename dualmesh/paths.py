@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from dualmesh.errors import ArgumentError
+from dualmesh.tree import mapped
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,13 @@ def with_paths(tree: Any, prefix: tuple[object, ...] = ()) -> Iterator[tuple[str
         return
     for key, value in items:
         yield from with_paths(value, (*prefix, key))
+
+
+def path_tree(tree: Any) -> Any:
+    """Return a tree with the path of every leaf in its place. *Pure.*
+
+    >>> path_tree({"layers": [{"w": 1}, {"w": 2}], "bias": None})
+    {'layers': [{'w': 'layers.0.w'}, {'w': 'layers.1.w'}], 'bias': None}
+    """
+    paths = iter([path for path, _ in with_paths(tree)])
+    return mapped(lambda _leaf: next(paths), tree)

@@ -12,14 +12,14 @@ from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.interop import handed_over
 from dualmesh.lazy import array_api_compat
 from dualmesh.partition_spec import local_shape
-from dualmesh.paths import with_paths
+from dualmesh.paths import path_tree, with_paths
 from dualmesh.programs import shard_map
 from dualmesh.registry import registry
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 from dualmesh.transfer_ends import Array, End, Held, end_of, pairs_of
 from dualmesh.transfer_run import BUFFER_BYTES
-from dualmesh.tree import mapped
+from dualmesh.tree import leaves, mapped
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,23 @@ class TransferJob:
             if not hasattr(x, "shape"):
                 raise ArrayTypeError(f"transfer: {path!r} is a {type(x).__qualname__}. Give arrays.", path=path)
         known = {path: Array(tuple(x.shape), 1) for path, x in arrays.items()}
-        moved: dict[str, list[tuple[Held, Any]]] = {}
+        parts: dict[str, list[tuple[Held, Any]]] = {}
         for array, given, taken in pairs_of(known, self.given, self.taken):
             part = _taken_out(arrays[given.path], given, array.shape, self.source)
-            found = reshard(part, taken.spec, self.source, given.spec)
-            moved.setdefault(taken.path, []).append((taken, found))
-        found = {path: _joined(parts, self.target) for path, parts in moved.items()}
-        if self.taken.renames or set(found) != set(arrays):
+            moved = reshard(part, taken.spec, self.source, given.spec)
+            parts.setdefault(taken.path, []).append((taken, moved))
+        return self.formed({path: _joined(some, self.target) for path, some in parts.items()}, path_tree(tree))
+
+    def formed(self, found: dict[str, Any], paths: Any) -> Any:
+        """Return arrays by path in the containers they came in; by path where names differ. *Pure.*
+
+        Args:
+            found: {path in the target: array}.
+            paths: The containers of the source, with paths in place of arrays (`path_tree`).
+        """
+        if self.taken.renames or set(found) != set(leaves(paths)):
             return found
-        paths = iter(arrays)
-        return mapped(lambda _x: found[next(paths)], tree)
+        return mapped(found.__getitem__, paths)
 
 
 def _taken_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState) -> Any:
@@ -64,9 +71,7 @@ def _taken_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState)
 def _joined(parts: list[tuple[Held, Any]], state: ParallelState) -> Any:
     """Return a fused array of its parts: each rank's blocks one after another. *Collective over the state.*"""
     (first, x), *rest = sorted(parts, key=lambda part: part[0].start)
-    if first.dim < 0:
-        return x
-    if not rest:
+    if first.dim < 0 or not rest:
         return x
 
     def one(*blocks: Any) -> Any:

@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import AgreementError, ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, global_shape
-from dualmesh.paths import with_paths
+from dualmesh.paths import path_tree, with_paths
 from dualmesh.reshards import Placed
 from dualmesh.transfer_ends import End, Fused
 from dualmesh.transfer_plan import Message, Piece, TransferPlan, plan_transfer
 from dualmesh.transfer_run import Blocks, Wire, carry, message_bytes
 from dualmesh.transferring import TransferJob
-from dualmesh.tree import mapped
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
@@ -142,17 +141,15 @@ def _held(tree: Any, end: End, source: "TorchState") -> tuple[_Tree, dict[str, T
         is_global[path] = isinstance(x, DTensor)
     if not arrays:
         raise ArrayTypeError(f"transfer: rank {source.own_rank()} of {source.label} gave no tensors.", tree=tree)
-    paths = iter(arrays)
-    return _Tree(arrays, is_global, mapped(lambda _: next(paths), tree)), blocks
+    return _Tree(arrays, is_global, path_tree(tree)), blocks
 
 
 def _block(path: str, x: Tensor, end: End, source: "TorchState") -> tuple[tuple[int, ...], Tensor]:
+    spec = end.spec_of(path, tuple(x.shape))
     if isinstance(x, DTensor):
-        spec = end.spec_of(path, tuple(x.shape))
         if isinstance(spec, Fused):
             raise ShardingError(f"transfer: {path!r} is a DTensor, and fused blocks are plain tensors.", path=path)
         return tuple(x.shape), as_said(x, source, P.of(spec)).to_local()
-    spec = end.spec_of(path, tuple(x.shape))
     plain = spec.spec if isinstance(spec, Fused) else P.of(spec)
     return global_shape(source.topology, plain, x.shape, what=f"transfer: block {path!r}"), x
 
@@ -191,13 +188,14 @@ def _difference(one: _Tree, other: _Tree) -> str:
 
 def _room(plan: TransferPlan, target: "TorchState") -> dict[str, Tensor]:
     device = target.device_type
+    blocks = plan.target_blocks()
     for array, _, taken in plan.pairs:
-        wanted = next(first.dtype for first, _, held in plan.pairs if held.path == taken.path)
+        wanted = blocks[taken.path][1].dtype
         if array.dtype != wanted:
             raise ShapeError(f"transfer: {taken.path!r} would be fused of {wanted} and {array.dtype}.", path=taken.path)
     return {
         path: torch.empty(shape, dtype=getattr(torch, array.dtype), device=device)
-        for path, (shape, array) in plan.target_blocks().items()
+        for path, (shape, array) in blocks.items()
     }
 
 
@@ -210,6 +208,4 @@ def _rebuilt(
         if taken.dim < 0 and known.is_global.get(given.path, False) and given.dim < 0:
             mesh, placements = target.sharding(taken.spec)
             found[taken.path] = assembled(room[taken.path], mesh, placements, array.shape)
-    if set(found) == set(known.arrays) and not job.taken.renames:
-        return mapped(lambda path: found[path], known.skeleton)
-    return found
+    return job.formed(found, known.skeleton)
