@@ -6,6 +6,8 @@ The places of `dualmesh.testing` as functions: see `dualmesh.testing.run_on`.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from dualmesh.testing import PLACES
 from dualmesh.testing.places import JAX_DEVICES as JAX_DEVICES
 
@@ -29,3 +31,15 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     from dualmesh.testing.instruments import instruments_of
 
     return instruments_of(dm.get_parallel_state().backend).compiled(fn)
+
+
+def held(x: Any, state: Any) -> dict[int, Any]:
+    """Return {session rank: block} of what this process holds of a global array; without asking other ranks."""
+    if not state.is_member:
+        return {}
+    if state.backend == "sim":
+        return {rank: x.block(rank) for rank in state.members}
+    if state.backend == "torch":
+        return {state.own_rank(): x.to_local().detach().numpy()}
+    ranks = dict(zip(state.shared.devices, state.members, strict=True))
+    return {ranks[shard.device]: np.asarray(shard.data) for shard in x.addressable_shards}

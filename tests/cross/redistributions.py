@@ -13,7 +13,7 @@ import numpy as np
 import dualmesh as dm
 from dualmesh.partition_spec import canonical, slices_of
 from tests.core.all_specs import TOPOLOGIES, whole_specs
-from tests.worlds import worlds
+from tests.worlds import held, worlds
 
 SIZES = {"2x2x2": 8, "2x3": 6, "view": 8, "inner view": 8}
 """{topology: size of both dims of the array}, which every spec divides."""
@@ -57,16 +57,6 @@ def wrong_ways(name, ways, by_exchange):
             if block.shape != wanted.shape or not np.array_equal(block, wanted):
                 wrong.append((one, other, rank))
     return wrong
-
-
-def held(x, state):
-    """Return {session rank: block} of what this process holds of a global array."""
-    if state.backend == "sim":
-        return {rank: x.block(rank) for rank in state.members}
-    if state.backend == "torch":
-        return {state.own_rank(): x.to_local().detach().numpy()}
-    ranks = dict(zip(state.shared.devices, state.members, strict=True))
-    return {ranks[shard.device]: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
 def main(name, *backends):

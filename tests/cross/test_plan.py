@@ -12,7 +12,7 @@ import dualmesh as dm
 from dualmesh.partition_spec import local_shape, slices_of
 from tests.jax_backend.worker import needs
 from tests.torch_backend.test_models import EXPERTS, batch, experts
-from tests.worlds import torch_world, wide_jax_world
+from tests.worlds import held, torch_world, wide_jax_world
 
 SLOW_S = 300.0
 RATE, STEPS = 0.1, 2
@@ -127,13 +127,8 @@ def nested(values):
 
 
 def held_in_jax(tree, state):
-    ranks = dict(zip(state.shared.devices, state.members, strict=True))
     leaves = {f"{layer}.{name}": x for layer, parts in tree.items() for name, x in parts.items()}
-    blocks = {
-        path: {ranks[shard.device]: np.asarray(shard.data) for shard in x.addressable_shards}
-        for path, x in leaves.items()
-    }
-    return blocks, {path: dm.to_numpy(x) for path, x in leaves.items()}
+    return {path: held(x, state) for path, x in leaves.items()}, {path: dm.to_numpy(x) for path, x in leaves.items()}
 
 
 def trained_in_jax(weights, steps, path):

@@ -8,7 +8,7 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError, ShardingE
 from dualmesh.partition_spec import slices_of
 from tests.jax_backend.processes import processes
 from tests.jax_backend.worker import in_jax
-from tests.worlds import torch_world, wide_worlds
+from tests.worlds import held, torch_world, wide_worlds
 
 SLOW_S = 400.0  # eight processes on a busy machine
 
@@ -55,18 +55,6 @@ def cut(whole, way):
     """Return {session rank: its block} of a whole array."""
     topology, ranks = grids()[way[0]]
     return {rank: whole[slices_of(topology, way[1], whole.shape, place)] for place, rank in enumerate(ranks)}
-
-
-def held(x, state):
-    """Return {session rank: block} of what this process holds of a global array."""
-    if not state.is_member:
-        return {}
-    if state.backend == "sim":
-        return {rank: x.block(rank) for rank in state.members}
-    if state.backend == "torch":
-        return {state.own_rank(): x.to_local().detach().numpy()}
-    ranks = dict(zip(state.shared.devices, state.members, strict=True))
-    return {ranks[shard.device]: np.asarray(shard.data) for shard in x.addressable_shards}
 
 
 def copies(state, spec):
