@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dualmesh.border import Border
 from dualmesh.errors import BackendError
 from dualmesh.fabric import Fabric
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.transfer_carriers import Carrier, NoCarrier
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from dualmesh.registry import registry
 from dualmesh.resolution import whole
 from dualmesh.session import Session, session_for
 from dualmesh.spec import TopologySpec
-from dualmesh.state import ParallelState, StatePlan
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan
 from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 

@@ -15,7 +15,7 @@ from dualmesh.nodes import Nodes, Place
 from dualmesh.rank_groups import RankGroups
 from dualmesh.session import Session, session_for
 from dualmesh.spec import TopologySpec
-from dualmesh.state import StatePlan
+from dualmesh.state_plan import StatePlan
 
 HOST_VARIABLE = "NCCL_HOSTID"
 """What NCCL takes for a host's identity, where it is set."""

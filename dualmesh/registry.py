@@ -3,13 +3,13 @@
 Which state is ambient is in `scope`; building states is in `initialization`.
 """
 
-import os
 import threading
 
-from dualmesh.arguments import flag_of
+from dualmesh.arguments import flag_of, is_switched_on
 from dualmesh.cautions import caution
 from dualmesh.errors import TakenNameError, UnknownStateError, did_you_mean, listed
-from dualmesh.state import ParallelState, StatePlan
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan
 
 STRICT_VARIABLE = "DUALMESH_STRICT"
 
@@ -101,7 +101,7 @@ class Registry:
     def strict(self) -> bool:
         """Whether a taken name with other settings is an error."""
         if self._strict is None:
-            return os.environ.get(STRICT_VARIABLE, "0") not in ("", "0", "false", "False")
+            return is_switched_on(STRICT_VARIABLE)
         return self._strict
 
     @strict.setter

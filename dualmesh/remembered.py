@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from dualmesh import travel
 from dualmesh.errors import StaleStateError
 from dualmesh.partition_spec import P
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 
 ELSEWHERE = (

@@ -15,7 +15,8 @@ from dualmesh.backend import Backend
 from dualmesh.errors import BackendError, ScopeError, SessionError, listed
 from dualmesh.registry import registry
 from dualmesh.resolution import whole
-from dualmesh.state import ParallelState, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import World
 
 _sessions: dict[str, "Session"] = {}
 _lock = threading.RLock()

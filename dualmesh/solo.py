@@ -13,7 +13,8 @@ from dualmesh import discovery
 from dualmesh.errors import NoStateError, StateWarning
 from dualmesh.lazy import array_api_compat, np
 from dualmesh.partition_spec import P, check_axes
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves
 from dualmesh.usual import parallel_spec

@@ -7,7 +7,6 @@ modules, since it is the whole contract that every backend's state fills; the se
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dualmesh import travel
@@ -19,44 +18,15 @@ from dualmesh.errors import (
     did_you_mean,
     listed,
 )
-from dualmesh.group_options import GroupOptions, checked_timeout
+from dualmesh.group_options import checked_timeout
 from dualmesh.lazy import notebooks, twins
 from dualmesh.partition_spec import P
 from dualmesh.resolution import whole
 from dualmesh.seed_attributes import SeedAttributes
 from dualmesh.spec import TopologySpec
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis, Topology
 from dualmesh.verbs import Arrays, Collectives, HostObjects, Models, Programs
-
-
-@dataclass(frozen=True)
-class World:
-    """The live world that a backend runs in: torch processes, JAX devices, simulated ranks."""
-
-    size: int
-    local_ranks: tuple[int, ...]
-    """Ranks that this process holds."""
-    device_type: str
-    process_count: int
-    is_live: Callable[[], bool] = field(compare=False)
-    """Whether this very world still exists; a re-created one is another."""
-
-
-@dataclass(frozen=True)
-class StatePlan:
-    """Everything that makes two states the same state."""
-
-    topology: Topology
-    ranks: tuple[int, ...] | None
-    """Session ranks in grid order; None: the topology's own ranks."""
-    backend: str
-    device_type: str
-    dp_mode: str = "fsdp2"
-    async_enabled: bool = False
-    own_groups: bool = False
-    group_options: GroupOptions = ()
-    name: str = field(default="", compare=False)
-    """The name that it was first asked for under; equal states under several names are one state."""
 
 
 class AxisTable(dict[Axis, Any]):

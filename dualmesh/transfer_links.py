@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from dualmesh.errors import AgreementError, ArgumentError, DualmeshError, ShardingError, StaleStateError, listed
 from dualmesh.group_options import checked_timeout
+from dualmesh.host_leaf import HostLeaf
 from dualmesh.partition_spec import P
 from dualmesh.paths import with_paths
 from dualmesh.resolution import positive
@@ -26,7 +27,6 @@ from dualmesh.transfer_plan import TransferPlan, plan_transfer
 from dualmesh.transfer_run import HostBlocks, carry, message_bytes
 from dualmesh.transfer_specs import from_data, to_data
 from dualmesh.transfer_wire import Peer, PeerWire, received_visits, visited
-from dualmesh.verbs import HostLeaf
 
 SIDES = ("source", "target")
 
@@ -210,10 +210,10 @@ class TransferLink:
                 self._tell_all(wrong=f"{type(error).__name__}: {error}")
                 raise
             self._tell_all(done=version)
-            found = {}
+            found, shapes = {}, _whole_shapes(plan)
             for path, (_, array) in plan.target_blocks().items():
                 blocks = {rank: room[at][path] for at, rank in self._own.items()}
-                found[path] = HostLeaf(self._whole(plan, path), array.itemsize, array.dtype, blocks)
+                found[path] = HostLeaf(shapes[path], array.itemsize, array.dtype, blocks)
             return version, found
 
     def _carry(self, plan: TransferPlan, blocks: HostBlocks) -> None:
@@ -286,13 +286,6 @@ class TransferLink:
             for at in self._own
         }
 
-    def _whole(self, plan: TransferPlan, path: str) -> tuple[int, ...]:
-        shapes = [(array.shape, taken) for array, _, taken in plan.pairs if taken.path == path]
-        shape, taken = list(shapes[0][0]), shapes[0][1]
-        if taken.dim >= 0:
-            shape[taken.dim] = sum(one[taken.dim] for one, _ in shapes)
-        return tuple(shape)
-
     # -- this side -------------------------------------------------------------------------------------------------
 
     def _check(self, what: str, role: str) -> None:
@@ -323,3 +316,14 @@ class TransferLink:
 
 def _announced(said: Mapping[str, Any]) -> str:
     return f"version {said['version']} of {listed(said['header']['arrays'])}"
+
+
+def _whole_shapes(plan: TransferPlan) -> dict[str, tuple[int, ...]]:
+    """Return {path in the target: global shape}; a fused array's parts follow one another. *Pure.*"""
+    found: dict[str, tuple[int, ...]] = {}
+    for array, _, taken in plan.pairs:
+        before = found.setdefault(taken.path, (0,) * len(array.shape) if taken.dim >= 0 else array.shape)
+        if taken.dim >= 0:
+            size = before[taken.dim] + array.shape[taken.dim]
+            found[taken.path] = (*array.shape[: taken.dim], size, *array.shape[taken.dim + 1 :])
+    return found

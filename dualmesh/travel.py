@@ -12,7 +12,8 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from dualmesh.state import ParallelState, StatePlan
+    from dualmesh.state import ParallelState
+    from dualmesh.state_plan import StatePlan
 
 Origin = tuple[str, int]
 """The process that a state was built in, and its number there."""

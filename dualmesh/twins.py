@@ -8,7 +8,8 @@ from dataclasses import replace
 from dualmesh import discovery
 from dualmesh.errors import SessionError, listed
 from dualmesh.registry import registry
-from dualmesh.state import ParallelState, StatePlan
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan
 
 
 def twin_of(state: ParallelState, backend: str) -> ParallelState:

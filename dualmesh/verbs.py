@@ -6,9 +6,10 @@ building states is in `backend`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from dualmesh.errors import BackendError
+from dualmesh.host_leaf import HostLeaf
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P
 from dualmesh.pending import Finished, Pending
@@ -100,33 +101,6 @@ class Collectives(ABC):
         Here it runs to its end; backends that can do other work meanwhile say how.
         """
         return Finished(getattr(self, verb)(x, axis, **settings))
-
-
-class HostLeaf(NamedTuple):
-    """What a process holds of one array, in host memory, as numpy's void dtypes: numpy lacks some dtypes."""
-
-    shape: tuple[int, ...]
-    """Of the global array."""
-    itemsize: int
-    dtype: str
-    blocks: Mapping[int, Any]
-    """By session rank."""
-
-    @staticmethod
-    def void(block: Any) -> Any:
-        """Return a numpy array's memory as elements without a meaning, a copy. *Local.*"""
-        kept = np.array(block, order="C")
-        return kept.reshape(-1).view(np.uint8).view(f"V{kept.itemsize}").reshape(kept.shape)
-
-    @staticmethod
-    def room(shape: tuple[int, ...], itemsize: int) -> Any:
-        """Return an empty block. *Local.*"""
-        return np.empty(shape, f"V{itemsize}")
-
-    @staticmethod
-    def read(block: Any, dtype: Any) -> Any:
-        """Return a block's elements with their numpy dtype. *Local.*"""
-        return block.reshape(-1).view(np.uint8).view(dtype).reshape(block.shape)
 
 
 class Arrays(ABC):

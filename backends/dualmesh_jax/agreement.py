@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from dualmesh import __version__, environment
 from dualmesh.agreement import Matter, agree
-from dualmesh.state import StatePlan
+from dualmesh.state_plan import StatePlan
 from dualmesh_jax.store import JaxStore
 
 NOUNS = ("process", "processes")

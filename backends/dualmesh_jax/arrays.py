@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_me
 
 from dualmesh.covers import covered_shape, covering_slices
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
+from dualmesh.host_leaf import HostLeaf
 from dualmesh.partition_spec import P, canonical, dim_layouts
-from dualmesh.verbs import Arrays, HostLeaf
+from dualmesh.verbs import Arrays
 from dualmesh_jax.surroundings import check_one_place
 from dualmesh_jax.watch import run_together
 

@@ -17,7 +17,8 @@ from dualmesh.errors import BackendError, SessionError
 from dualmesh.fabric import Fabric
 from dualmesh.resolution import whole
 from dualmesh.scope import add_mirror
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
 from dualmesh_jax.border import JaxBorder

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import jax
 
 from dualmesh.errors import BackendImportError
-from dualmesh.state import ParallelState, StatePlan
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan
 
 NO_USER_CONTEXT = (
     "Backend 'jax': jax {version} has no jax.make_user_context, without which jitted functions keep the answers of the "

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from dualmesh.errors import MembershipError, ShardingError, listed
 from dualmesh.partition_spec import P, check_axes, split_axes
-from dualmesh.state import AxisTable, ParallelState, StatePlan, World
+from dualmesh.state import AxisTable, ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_jax.arrays import JaxArrays
 from dualmesh_jax.collectives import JaxCollectives

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
+from dualmesh.host_leaf import HostLeaf
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
 from dualmesh.reshards import Placed, Reshard
-from dualmesh.verbs import Arrays, HostLeaf
+from dualmesh.verbs import Arrays
 from dualmesh_sim.collectives import kind_of
 from dualmesh_sim.rendezvous import place
 

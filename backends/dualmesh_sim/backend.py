@@ -10,7 +10,8 @@ from dualmesh.backend import Backend, Launch
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.fabric import Fabric, ListedFabric
 from dualmesh.resolution import whole
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh_sim.state import SimState
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, check_axes
 from dualmesh.plain_models import PlainModels
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_sim.arrays import SimArrays
 from dualmesh_sim.collectives import SimCollectives

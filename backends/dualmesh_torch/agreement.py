@@ -11,7 +11,7 @@ from typing import Any
 from dualmesh import __version__, environment
 from dualmesh.agreement import ROUND_KEYS, Matter, agree
 from dualmesh.errors import AgreementError, DualmeshError
-from dualmesh.state import StatePlan
+from dualmesh.state_plan import StatePlan
 from dualmesh_torch import private
 
 

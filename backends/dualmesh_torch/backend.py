@@ -18,7 +18,8 @@ from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.scope import set_explainer
-from dualmesh.state import ParallelState, StatePlan, World
+from dualmesh.state import ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.border import TorchBorder

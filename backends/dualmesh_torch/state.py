@@ -18,7 +18,8 @@ from dualmesh.errors import ShardingError, listed
 from dualmesh.group_options import checked_timeout
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
-from dualmesh.state import AxisTable, ParallelState, StatePlan, World
+from dualmesh.state import AxisTable, ParallelState
+from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on_group

@@ -120,7 +120,7 @@ def test_a_scope_of_another_backends_state_rekeys_jit():
     import jax
 
     from dualmesh import initialization, scope
-    from dualmesh.state import StatePlan, World
+    from dualmesh.state_plan import StatePlan, World
     from dualmesh_sim.state import SimState
 
     jax_state = dm.init_parallel_state(dp_size=8)

@@ -2,7 +2,7 @@
 
 from dualmesh.backend import Backend
 from dualmesh.errors import BackendError
-from dualmesh.state import World
+from dualmesh.state_plan import World
 from dualmesh_toy.state import ToyState
 
 

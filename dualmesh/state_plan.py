@@ -1,0 +1,40 @@
+"""What a state is made from: the live world that it is in, and the plan that makes two states the same state.
+
+States themselves are in `state`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dualmesh.group_options import GroupOptions
+from dualmesh.topology import Topology
+
+
+@dataclass(frozen=True)
+class World:
+    """The live world that a backend runs in: torch processes, JAX devices, simulated ranks."""
+
+    size: int
+    local_ranks: tuple[int, ...]
+    """Ranks that this process holds."""
+    device_type: str
+    process_count: int
+    is_live: Callable[[], bool] = field(compare=False)
+    """Whether this very world still exists; a re-created one is another."""
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """Everything that makes two states the same state."""
+
+    topology: Topology
+    ranks: tuple[int, ...] | None
+    """Session ranks in grid order; None: the topology's own ranks."""
+    backend: str
+    device_type: str
+    dp_mode: str = "fsdp2"
+    async_enabled: bool = False
+    own_groups: bool = False
+    group_options: GroupOptions = ()
+    name: str = field(default="", compare=False)
+    """The name that it was first asked for under; equal states under several names are one state."""
