@@ -5,7 +5,7 @@ This face re-exports; each name is documented where it lives.
 
 from dualmesh.testing import transforms as transforms
 from dualmesh.testing.comparison import compare_places
-from dualmesh.testing.differences import Difference, difference
+from dualmesh.testing.differences import Difference, assert_same, difference
 from dualmesh.testing.faults import FAULTS
 from dualmesh.testing.injection import inject
 from dualmesh.testing.instruments import Held, Instruments
@@ -32,6 +32,7 @@ __all__ = [
     "Recording",
     "Trained",
     "absl_cases",
+    "assert_same",
     "assert_sharded_as",
     "compare_places",
     "compare_ports",

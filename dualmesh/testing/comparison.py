@@ -13,7 +13,7 @@ from dualmesh.lazy import np
 from dualmesh.partition_spec import is_spec
 from dualmesh.paths import with_paths
 from dualmesh.resolution import whole
-from dualmesh.testing.differences import Difference, Ranks, difference, refuse_differences
+from dualmesh.testing.differences import Difference, Ranks, differing, refuse_differences
 from dualmesh.testing.measurement import Measured, Program, measured, weights_of
 from dualmesh.testing.places import Place, place_named
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S
@@ -153,17 +153,13 @@ def _expected(
 def _apart(
     kind: str, wanted: Mapping[str, Any], result: Measured, places: tuple[str, str], rtol: float | None
 ) -> Iterator[Difference]:
-    found = result.arrays[kind]
-    if wanted.keys() != found.keys():
-        said = f"{sorted(wanted)} ({places[0]}) and {sorted(found)} ({places[1]}) are not the same arrays"
-        yield Difference(kind, places, said=said)
-        return
     what = "" if kind == "values" else "gradient of "
-    for path, array in wanted.items():
-        name, ranks = f"{what}{path or 'the result'}", _holders(result.held[kind][path])
-        one = difference(name, array, found[path], places=places, rtol=rtol, ranks=ranks)
-        if one is not None:
-            yield one
+    return differing(
+        *(kind, wanted, result.arrays[kind], lambda path: f"{what}{path or 'the result'}"),
+        places=places,
+        rtol=rtol,
+        ranks=lambda path: _holders(result.held[kind][path]),
+    )
 
 
 def _holders(held: Mapping[int, Sequence[slice]]) -> Ranks:

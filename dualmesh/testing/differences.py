@@ -1,15 +1,17 @@
 """Where two arrays differ: which element, which ranks hold it, both values, how many units in the last place.
 
-Which arrays are compared is decided in `comparison`, `ports` and `recording`; how far apart they may be, here.
+Which arrays of a run are compared is decided in `comparison`, `sharded`, `ports` and `recordings`; how far apart they
+may be, here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.errors import DifferenceError
+from dualmesh.errors import ArgumentError, DifferenceError
 from dualmesh.lazy import np
+from dualmesh.paths import with_paths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +60,58 @@ class Difference:
         )
 
 
+def assert_same(
+    what: str,
+    wanted: Any,
+    found: Any,
+    *,
+    places: tuple[str, str] = ("expected", "found"),
+    rtol: float | None = None,
+) -> None:
+    """Fail where nested containers of numpy arrays differ, for what `run_on` brought back. *Pure.*
+
+    Args:
+        what: What the arrays are, for the report.
+        wanted: What is expected: arrays or numbers, or nested containers of them.
+        found: What is there, in containers with the same keys.
+        places: Who computed each.
+        rtol: See `difference`.
+
+    Raises:
+        DifferenceError: It names the array by its path, the element, both values, and ulps.
+        ArgumentError: Neither side holds an array, so that nothing would be compared.
+
+    >>> assert_same("totals", {"loss": np.float64(6)}, {"loss": 2.0 * 3.0})
+    """
+    one, other = dict(with_paths(wanted)), dict(with_paths(found))
+    if not one and not other:
+        raise ArgumentError(f"assert_same: {what}: neither side holds an array. Give what should be compared.")
+    wrong = differing(what, one, other, lambda path: f"{what} {path}".strip(), places=places, rtol=rtol)
+    refuse_differences("assert_same", wrong)
+
+
+def differing(
+    what: str,
+    wanted: Mapping[str, Any],
+    found: Mapping[str, Any],
+    named: Callable[[str], str],
+    *,
+    places: tuple[str, str],
+    rtol: float | None,
+    ranks: Callable[[str], Ranks] | None = None,
+) -> Iterator[Difference]:
+    """Yield the differences of arrays by path; arrays that only one side has are one. *Pure.*"""
+    if wanted.keys() != found.keys():
+        said = f"{sorted(wanted)} ({places[0]}) and {sorted(found)} ({places[1]}) are not the same arrays"
+        yield Difference(what, places, said=said)
+        return
+    for path, array in wanted.items():
+        holders = None if ranks is None else ranks(path)
+        one = difference(named(path), array, found[path], places=places, rtol=rtol, ranks=holders)
+        if one is not None:
+            yield one
+
+
 def difference(
     what: str,
     wanted: Any,
@@ -85,7 +139,7 @@ def difference(
     >>> print(difference("w", np.float32([1, 1.25]), np.float32([1, 1.5])))
     w, element (1,), 1.25 (expected) and 1.5 (found), 2^21 ulps; 1 of 2 elements differ, at most by 2e-01 of the largest
     """
-    wanted, found = np.asarray(wanted), np.asarray(found)
+    wanted, found = (_numbers(what, x) for x in (wanted, found))
     if wanted.shape != found.shape:
         return Difference(
             what, places, said=f"shape {wanted.shape} ({places[0]}) and {found.shape} ({places[1]}) differ"
@@ -118,6 +172,13 @@ def difference(
     )
 
 
+def _numbers(what: str, x: Any) -> "NDArray[Any]":
+    array = np.asarray(x)
+    if array.dtype.kind in "OSUMm":
+        raise ArgumentError(f"difference: {what} is {x!r}, no array of numbers. Compare it by ==.", found=x)
+    return array
+
+
 def _comparable(one: Any, other: Any) -> bool:
     """Tell whether two dtypes are one; narrow floats that numpy lacks arrive from torch as their values in float32."""
     if one == other:
@@ -139,11 +200,21 @@ def _apart(
         return apart, np.where(apart, np.inf, 0.0)
     one, other = wanted.astype(wide), found.astype(wide)
     apart = ~((one == other) | (np.isnan(one) & np.isnan(other)))
-    finite = np.abs(one[np.isfinite(one)])
-    largest = max(scale or 0.0, float(finite.max()) if finite.size else 0.0) or 1.0
+    most = max(scale or 0.0, largest(one)) or 1.0
     with np.errstate(invalid="ignore", over="ignore"):
-        relative = np.where(apart, np.abs(one - other) / largest, 0.0)
+        relative = np.where(apart, np.abs(one - other) / most, 0.0)
     return apart, np.where(np.isnan(relative), np.inf, relative)
+
+
+def largest(array: "NDArray[Any]") -> float:
+    """Return the largest finite magnitude in an array, 0 where there is none. *Pure.*
+
+    >>> largest(np.array([1.0, -3.0, np.inf]))
+    3.0
+    """
+    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    finite = np.abs(wide[np.isfinite(wide)])
+    return float(finite.max()) if finite.size else 0.0
 
 
 def _allowed(narrow: Any, rtol: float | None) -> float:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualmesh.errors import RecordingError, counted, listed
 from dualmesh.lazy import np
-from dualmesh.testing.differences import Difference, difference
+from dualmesh.testing.differences import Difference, difference, largest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -168,8 +168,7 @@ def _first_of(key: Key, wanted: Recording, found: Recording, rtol: float | None)
     if whole.shape != blocks[0].shape:
         said = f"shape {whole.shape} ({places[0]}) and {blocks[0].shape} ({places[1]}) differ"
         return [Difference(str(key), places, said=said)]
-    sizes = np.abs(whole[np.isfinite(whole)]) if whole.dtype.kind in "fc" else np.zeros(0)
-    scale = float(sizes.max()) if sizes.size else None
+    scale = largest(whole)
     wrong = []
     for entry in sorted(blocks, key=lambda entry: entry.rank):
         settings: dict[str, Any] = {"rtol": rtol, "ranks": lambda _, rank=entry.rank: (rank,), "scale": scale}

@@ -12,9 +12,7 @@ from dualmesh.errors import ArgumentError, DifferenceError, DualmeshError, Worke
 from dualmesh.testing import (
     PLACES,
     absl_cases,
-    assert_sharded_as,
     compare_places,
-    difference,
     place_of,
     run_on,
     splits,
@@ -170,58 +168,6 @@ def test_a_function_runs_over_rank_groups_and_some_ranks_of_the_world():
         world_size=5,
         expected=2 * x[[2, 3, 0, 1, 6, 7, 4, 5]],
     )
-
-
-def shards(lost):
-    """Return what is said of a tree in which one array lies as `lost` says."""
-    state = dm.init_parallel_state(dp_shard_size=2, tp_size=2)
-    plan = dm.ShardingPlan({"layers.*.w": dm.P("tp", "dp_shard"), "bias": dm.P("dp_shard")})
-    tree = {
-        "layers": [{"w": dm.distribute(X, dm.P("tp", "dp_shard"))}, {"w": dm.distribute(X, lost)}],
-        "bias": dm.distribute(X[:, 0], dm.P("dp_shard")),
-    }
-    try:
-        assert_sharded_as(tree, plan, state.topology)
-    except DifferenceError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("place", ["sim", "torch", "jax_x64"])
-def test_right_values_with_lost_shards_are_a_failure(place):
-    assert set(run_on(place, shards, dm.P("tp", "dp_shard"), world_size=4)) == {None}
-    for rank, said in enumerate(run_on(place, shards, dm.P(), world_size=4)):
-        begin = 4 * (rank % 2)
-        assert "first difference: layers.1.w: P('tp', 'dp_shard') puts" in said
-        assert f"{begin}..{begin + 3} of dim 0 of shape (8, 4) on rank {rank}, which holds 0..7" in said
-    for said in run_on(place, shards, dm.P("dp_shard", "tp"), world_size=4)[1:3]:
-        assert "layers.1.w" in said
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "said"),
-    [
-        (np.float32([1.25]), np.float32([1.5]), r"element \(0,\), 1.25 \(expected\) and 1.5 \(found\), 2\^21 ulps"),
-        (np.float64([[1.0, 2.0]]), np.float64([[1.0, np.nan]]), r"element \(0, 1\), .* no number of ulps"),
-        (np.arange(3), np.array([0, 1, 3]), r"element \(2,\), 2 \(expected\) and 3 \(found\), 1 ulp;"),
-        (np.zeros(3), np.zeros(4), r"shape \(3,\) \(expected\) and \(4,\) \(found\)"),
-        (np.zeros(3), np.zeros(3, np.float32), r"dtype float64 \(expected\) and float32 \(found\)"),
-        (np.array([1 + 2j]), np.array([1 + 3j]), r"2\^51 ulps"),
-    ],
-)
-def test_what_differs_is_said(one, other, said):
-    found = difference("w", one, other)
-    assert found is not None
-    assert re.search(said, str(found)), str(found)
-
-
-def test_what_is_equal_is_not_different():
-    same = np.array([np.nan, np.inf, -np.inf, 0.0, 1.0])
-    assert difference("w", same, same.copy(), rtol=0) is None
-    assert difference("w", np.array([0.0]), np.array([-0.0]), rtol=0) is None
-    assert difference("w", np.array([1.0, 1e-13]), np.array([1.0, 0.0])) is None
-    assert difference("w", np.array([1.0, 1e-13]), np.array([1.0, 0.0]), rtol=0).element == (1,)
-    assert difference("w", np.array([1.0]), np.nextafter(np.array([1.0]), 2), rtol=0).ulps == 1
 
 
 def test_a_place_that_is_not_there_is_refused_with_those_that_are():
