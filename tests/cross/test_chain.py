@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from tests.worlds import torch_world, wide_worlds
+from dualmesh.testing import assert_same
+from tests.worlds import wide_worlds
 
 SLOW_S = 400.0  # eight processes on a busy machine
 STATES = {
@@ -67,9 +68,14 @@ def opened():
     }
 
 
-def with_global_arrays(data, weights):
-    """Run the chain on DTensors or jax Arrays; return what this process knows of the loss and the gradients."""
+def run(programs, data, weights):
+    """Run programs over the same states, one after the other."""
     states = opened()
+    return [program(states, data, weights) for program in programs]
+
+
+def with_global_arrays(states, data, weights):
+    """Run the chain on DTensors or jax Arrays; return what this process knows of the loss and the gradients."""
     parts = {
         "vision": dm.shard_map(see, (TOKENS, WHOLE), TOKENS, state=states["vision"]),
         "thinker": dm.shard_map(think, (TOKENS, WHOLE), TOKENS, state=states["thinker"]),
@@ -103,11 +109,10 @@ def with_global_arrays(data, weights):
     return float(dm.to_numpy(value, state=states["talker"])) if "talker" in mine else None, found
 
 
-def with_blocks(data, weights):
+def with_blocks(states, data, weights):
     """Run the chain as per-rank code of torch."""
     import torch
 
-    states = opened()
     mine = {name: state for name, state in states.items() if state.is_member}
     laid = {name: torch.nn.Parameter(torch.from_numpy(weights[name].copy())) for name in mine}
 
@@ -128,31 +133,27 @@ def with_blocks(data, weights):
     return float(total), {name: weight.grad.numpy() for name, weight in laid.items()}
 
 
-def check(answers):
+@pytest.mark.parametrize(
+    ("backend", "programs"), [("torch", [with_global_arrays, with_blocks]), ("jax", [with_global_arrays])]
+)
+def test_the_chain_computes_what_one_process_does(backend, programs):
     wanted, gradients = in_one_process(*numbers())
-    losses = [loss for loss, _ in answers if loss is not None]
-    assert losses
-    np.testing.assert_allclose(losses, wanted, rtol=1e-13)
-    assert {name for _, found in answers for name in found} == set(STATES)
-    for _, found in answers:
-        for name, gradient in found.items():
-            np.testing.assert_allclose(gradient, gradients[name], rtol=0, atol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_the_chain_of_global_arrays_computes_what_one_process_does(backend):
-    check(wide_worlds()[backend](with_global_arrays, *numbers(), world_size=8, timeout_s=SLOW_S))
-
-
-def test_the_chain_of_blocks_computes_what_one_process_does():
-    check(torch_world(with_blocks, *numbers(), world_size=8, timeout_s=SLOW_S))
+    answers = wide_worlds()[backend](run, programs, *numbers(), world_size=8, timeout_s=SLOW_S)
+    for program, found in zip(programs, zip(*answers, strict=True), strict=True):
+        what = f"{program.__name__} on {backend}:"
+        losses = [loss for loss, _ in found if loss is not None]
+        assert_same(f"{what} loss", [wanted] * len(losses), losses, rtol=1e-13)
+        assert {name for _, own in found for name in own} == set(STATES)
+        for _, own in found:
+            assert_same(f"{what} gradient of", {name: gradients[name] for name in own}, own, rtol=7e-14)
 
 
 def test_the_hand_written_gradient_is_that_of_the_loss():
     data, weights = numbers()
     _, gradients = in_one_process(data, weights)
+    slopes = {}
     for name in STATES:
         nearby = {one: weight.copy() for one, weight in weights.items()}
         nearby[name][2, 3] += 1e-6
-        slope = (in_one_process(data, nearby)[0] - in_one_process(data, weights)[0]) / 1e-6
-        np.testing.assert_allclose(slope, gradients[name][2, 3], rtol=1e-4)
+        slopes[name] = (in_one_process(data, nearby)[0] - in_one_process(data, weights)[0]) / 1e-6
+    assert_same("slope", slopes, {name: gradient[2, 3] for name, gradient in gradients.items()}, rtol=1e-4)
