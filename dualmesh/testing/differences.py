@@ -148,7 +148,7 @@ def difference(
         return Difference(
             what, places, said=f"dtype {wanted.dtype} ({places[0]}) and {found.dtype} ({places[1]}) differ"
         )
-    if not wanted.size:
+    if not wanted.size or (wanted.dtype == found.dtype and np.array_equal(wanted, found)):
         return None
     narrow = min(wanted.dtype, found.dtype, key=lambda dtype: int(dtype.itemsize))
     apart, relative = _apart(wanted, found, narrow, scale)

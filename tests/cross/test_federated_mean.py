@@ -1,20 +1,29 @@
 """Federated averaging: every rank ends with numpy's weighted mean of the federations' models, laid out as before."""
 
+import functools
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 import dualmesh as dm
-from tests.worlds import worlds
+from dualmesh.testing import assert_same, assert_sharded_as
+from tests.worlds import compiled, worlds
 
-LAYOUTS = [
-    ((4, 4), None),
-    ((4, 4), 2),
-    ((4, 2), None),
-    ((4, 2), 2),
-    ((2, 4, 2), None),
-    ((2, 4, 2), 2),
-]
+LAYOUTS = {  # world size: (federations, hsdp)
+    6: [((4, 2), None), ((4, 2), 2)],
+    8: [((4, 4), None), ((4, 4), 2), ((2, 4, 2), None), ((2, 4, 2), 2)],
+}
 WEIGHTS = (None, (3, 1, 2))
+THROUGH = ("named", "distributed")
+RTOL = 2e-7  # less than two steps of float32
+
+
+@contextmanager
+def federation(sizes, hsdp, name="federation"):
+    """Register federations under a name that is free again afterwards."""
+    yield dm.init_parallel_state(spec=dm.FederatedSpec(sizes, hsdp), name=name)
+    dm.clear_parallel_state(name)
 
 
 def models(sizes, seed=0):
@@ -30,7 +39,7 @@ DIMS = {"rows": 0, "columns": 1, "whole": None, "odd": 0}
 def mean_of(parts, weights):
     weights = np.array([1] * len(parts) if weights is None else weights[: len(parts)], float)
     return {
-        name: sum(w * m[name].astype(float) for w, m in zip(weights, parts, strict=True)) / weights.sum()
+        name: (sum(w * m[name].astype(float) for w, m in zip(weights, parts, strict=True)) / weights.sum()).astype("f4")
         for name in parts[0]
     }
 
@@ -43,22 +52,26 @@ def weights_for(weights, sizes):
 
 
 def on_torch(sizes, hsdp, through):
-    import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
     world = sum(sizes)
     rank = dm.init_distributed().local_ranks[0]
     topology = dm.FederatedSpec(sizes, hsdp).resolve(world)
     if through == "named":
-        state = dm.init_parallel_state(spec=dm.FederatedSpec(sizes, hsdp), name="federation")
-        mesh = state.submesh("shard")
-    else:
-        state = dm.DistributedState()
-        state.set_global("gloo", "cpu", "localhost", 29500, rank, world)
-        state.set_federated_scaling(sizes, hsdp)
-        mesh = state.hsdp_mesh if hsdp else state.fsdp_mesh
-    mine = models(sizes)[topology.federated_rank(rank)]
-    odd = np.arange(14, dtype="float32").reshape(7, 2) * (1 + topology.federated_rank(rank))
+        with federation(sizes, hsdp) as state:
+            return means_on_torch(sizes, topology.federated_rank(rank), state, state.submesh("shard"))
+    state = dm.DistributedState()
+    state.set_global("gloo", "cpu", "localhost", 29500, rank, world)
+    state.set_federated_scaling(sizes, hsdp)
+    found = means_on_torch(sizes, topology.federated_rank(rank), state, state.hsdp_mesh if hsdp else state.fsdp_mesh)
+    state.unset_federated_scaling()
+    return found
+
+
+def means_on_torch(sizes, number, state, mesh):
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mine = models(sizes)[number]
+    odd = np.arange(14, dtype="float32").reshape(7, 2) * (1 + number)
 
     def laid_out(name, value):
         dim = DIMS[name]
@@ -67,7 +80,7 @@ def on_torch(sizes, hsdp, through):
 
     tree = {name: laid_out(name, mine[name]) for name in ("rows", "columns", "whole")}
     tree = {"sharded": tree, "others": [torch.from_numpy(mine["plain"]), (laid_out("odd", odd),)]}
-    found = []
+    found = {}
     for weights in WEIGHTS:
         mean = dm.federated_mean(tree, state, weights_for(weights, sizes))
         for before, after in zip(tree["sharded"].values(), mean["sharded"].values(), strict=True):
@@ -79,28 +92,27 @@ def on_torch(sizes, hsdp, through):
             assert not after.requires_grad
         dtensors = {**mean["sharded"], "odd": mean["others"][1][0]}
         assert all(isinstance(x, DTensor) for x in dtensors.values())
-        found.append(
-            {name: x.full_tensor().numpy() for name, x in dtensors.items()} | {"plain": mean["others"][0].numpy()}
-        )
+        wholes = {name: x.full_tensor().numpy() for name, x in dtensors.items()}
+        found[weights] = {**wholes, "plain": mean["others"][0].numpy()}
     return found
 
 
-@pytest.mark.parametrize("through", ["named", "distributed"])
-@pytest.mark.parametrize(("sizes", "hsdp"), LAYOUTS)
-def test_torch_tensors_and_shards_become_numpys_weighted_mean(sizes, hsdp, through):
-    parts = models(sizes)
-    for number, part in enumerate(parts):
-        part["odd"] = np.arange(14, dtype="float32").reshape(7, 2) * (1 + number)
-    for found in worlds()["torch"](on_torch, sizes, hsdp, through, world_size=sum(sizes)):
-        for weights, mean in zip(WEIGHTS, found, strict=True):
-            for name, wanted in mean_of(parts, weights).items():
-                np.testing.assert_allclose(mean[name], wanted, rtol=1e-5, atol=1e-6, err_msg=f"{name} {weights}")
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_torch_tensors_and_shards_become_numpys_weighted_mean(world_size, through):
+    for sizes, hsdp in LAYOUTS[world_size]:
+        parts = models(sizes)
+        for number, part in enumerate(parts):
+            part["odd"] = np.arange(14, dtype="float32").reshape(7, 2) * (1 + number)
+        wanted = {weights: mean_of(parts, weights) for weights in WEIGHTS}
+        for rank, one in enumerate(found("torch", world_size)):
+            means = one["arrays"][sizes, hsdp, through]
+            assert_same(f"{sizes} {hsdp} on rank {rank}: weights", wanted, means, rtol=RTOL)
 
 
-def odd_cases():
+def odd_cases(state):
     import torch
 
-    state = dm.init_parallel_state(spec=dm.FederatedSpec((4, 2), shard_size=2), name="federation")
     rank = state.own_rank()
     topology = state.spec.federation
     number, replica = topology.federated_rank(rank), topology.replica_rank(rank)
@@ -132,12 +144,12 @@ def odd_cases():
 
 
 def test_torch_leaves_out_weightless_federations_and_refuses_what_differs():
-    for rank, (found, said) in enumerate(worlds()["torch"](odd_cases, world_size=6)):
-        assert found["left out"] == [2.0] * 3
-        assert found["narrow"] == [1.0] * 3  # 1 + 1/256, which bfloat16 rounds to even
-        assert found["replicas"] == [(0.5 + 10) / 2]
-        assert found["empty"] == (0, 2)
-        assert found["ambient"] == [(rank % 2 + 30) / 4]  # the sender of shard p is in replica p
+    for rank, (mean, said) in enumerate(one["odd cases"] for one in found("torch", 6)):
+        assert mean["left out"] == [2.0] * 3
+        assert mean["narrow"] == [1.0] * 3  # 1 + 1/256, which bfloat16 rounds to even
+        assert mean["replicas"] == [(0.5 + 10) / 2]
+        assert mean["empty"] == (0, 2)
+        assert mean["ambient"] == [(rank % 2 + 30) / 4]  # the sender of shard p is in replica p
         assert "AgreementError" in said["shape"]
         assert "(3,)" in said["shape"]
         assert "(2,)" in said["shape"]
@@ -158,13 +170,20 @@ def outside_in_jax(sizes, hsdp, through):
     topology = dm.FederatedSpec(sizes, hsdp).resolve(world)
     devices = np.array(jax.devices()[:world])
     if through == "named":
-        state = dm.init_parallel_state(spec=dm.FederatedSpec(sizes, hsdp), name="federation")
-        scope = dm.use_parallel_state("federation")
-    else:
-        state = dm.DistributedState()
-        state.set_global("gloo", "cpu", "localhost", 29500, 0, world)
-        state.set_federated_scaling(sizes, hsdp)
-        scope = jax.set_mesh(jax.sharding.Mesh(devices, ("other",)))
+        with federation(sizes, hsdp) as state, dm.use_parallel_state("federation"):
+            return means_in_jax(sizes, topology, state, devices)
+    state = dm.DistributedState()
+    state.set_global("gloo", "cpu", "localhost", 29500, 0, world)
+    state.set_federated_scaling(sizes, hsdp)
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("other",))):
+        found = means_in_jax(sizes, topology, state, devices)
+    state.unset_federated_scaling()
+    return found
+
+
+def means_in_jax(sizes, topology, state, devices):
+    import jax
+
     trees = []
     for number, model in enumerate(models(sizes)):
         rows = topology.mesh(topology.communicating(number)[0])
@@ -176,28 +195,26 @@ def outside_in_jax(sizes, hsdp, through):
             return jax.device_put(value, jax.sharding.NamedSharding(mesh, spec))
 
         trees.append({name: laid_out(name, value) for name, value in model.items()})
-    found = []
-    with scope:
-        for weights in WEIGHTS:
-            means = dm.federated_mean(trees, state, weights_for(weights, sizes))
-            assert isinstance(means, list)
-            for before, after in zip(jax.tree.leaves(trees), jax.tree.leaves(means), strict=True):
-                assert before.sharding == after.sharding
-                for shard in after.addressable_shards:  # replicas have the same bits
-                    np.testing.assert_array_equal(shard.data, np.asarray(after)[shard.index])
-            found.append([{name: np.asarray(x) for name, x in mean.items()} for mean in means])
+    found = {}
+    for weights in WEIGHTS:
+        means = dm.federated_mean(trees, state, weights_for(weights, sizes))
+        assert isinstance(means, list)
+        for before, after in zip(jax.tree.leaves(trees), jax.tree.leaves(means), strict=True):
+            assert before.sharding == after.sharding
+            whole = np.asarray(after)
+            for shard in after.addressable_shards:  # replicas have the same bits
+                assert_same(f"shard on {shard.device}", whole[shard.index], shard.data, rtol=0)
+        found[weights] = [{name: np.asarray(x) for name, x in mean.items()} for mean in means]
     return found
 
 
-@pytest.mark.parametrize("through", ["named", "distributed"])
-@pytest.mark.parametrize(("sizes", "hsdp"), LAYOUTS)
-def test_jax_arrays_of_federations_become_numpys_weighted_mean(sizes, hsdp, through):
-    parts = models(sizes)
-    (found,) = worlds()["jax"](outside_in_jax, sizes, hsdp, through, world_size=sum(sizes))
-    for weights, means in zip(WEIGHTS, found, strict=True):
-        for mean in means:
-            for name, wanted in mean_of(parts, weights).items():
-                np.testing.assert_allclose(mean[name], wanted, rtol=1e-5, atol=1e-6, err_msg=f"{name} {weights}")
+@pytest.mark.parametrize("through", THROUGH)
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_jax_arrays_of_federations_become_numpys_weighted_mean(world_size, through):
+    (one,) = found("jax", world_size)
+    for sizes, hsdp in LAYOUTS[world_size]:
+        wanted = {weights: [mean_of(models(sizes), weights)] * len(sizes) for weights in WEIGHTS}
+        assert_same(f"{sizes} {hsdp}: weights", wanted, one["arrays"][sizes, hsdp, through], rtol=RTOL)
 
 
 def blocks_of(sizes, hsdp):
@@ -210,39 +227,37 @@ def blocks_of(sizes, hsdp):
     return parts, place
 
 
-def inside(sizes, hsdp, jitted):
-    state = dm.init_parallel_state(spec=dm.FederatedSpec(sizes, hsdp), name="federation")
+def wrong_inside(sizes, hsdp):
+    """Return what is wrong with the mean of blocks, by weights; on JAX jitted too."""
+    said = []
     parts, place = blocks_of(sizes, hsdp)
-    x = dm.distribute(np.stack([parts[at] for at in place]), dm.P("world"))
-    found = []
-    for weights in WEIGHTS:
+    with federation(sizes, hsdp) as state:
+        x = dm.distribute(np.stack([parts[at] for at in place]), dm.P("world"), state=state)
+        for weights in WEIGHTS:
 
-        def mean(block, weights=weights):
-            return dm.federated_mean({"block": block}, state, weights_for(weights, sizes))["block"]
+            def mean(block, weights=weights):
+                return dm.federated_mean({"block": block}, state, weights_for(weights, sizes))["block"]
 
-        lifted = dm.shard_map(mean, dm.P("world"), dm.P("world"))
-        if jitted:
-            import jax
-
-            lifted = jax.jit(lifted)
-        found.append(dm.to_numpy(lifted(x)))
-    return found
-
-
-@pytest.mark.parametrize(("sizes", "hsdp"), LAYOUTS)
-@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
-def test_blocks_in_shard_map_become_numpys_weighted_mean(backend, sizes, hsdp):
-    parts, place = blocks_of(sizes, hsdp)
-    for found in worlds()[backend](inside, sizes, hsdp, backend == "jax", world_size=sum(sizes)):
-        for weights, blocks in zip(WEIGHTS, found, strict=True):
             w = np.array([1] * len(sizes) if weights is None else weights[: len(sizes)], float)
-            wanted = np.tensordot(w / w.sum(), parts, 1)
-            np.testing.assert_allclose(blocks, [wanted[shard] for _, shard in place], rtol=1e-5, atol=1e-6)
+            means = np.tensordot(w / w.sum(), parts, 1).astype("float32")
+            wanted = np.stack([means[shard] for _, shard in place])
+            found = compiled(dm.shard_map(mean, dm.P("world"), dm.P("world"), state=state))(x)
+            try:
+                assert_sharded_as(found, dm.P("world"), state=state, values=wanted, rtol=RTOL)
+            except dm.DualmeshError as error:
+                said.append(f"{sizes} {hsdp} {weights}: {error}")
+    return said
 
 
-def replicas_that_differ():
+@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_blocks_in_shard_map_become_numpys_weighted_mean(backend, world_size):
+    for one in found(backend, world_size):
+        assert one["blocks"] == [[]] * len(LAYOUTS[world_size])
+
+
+def replicas_that_differ(state):
     """Average blocks of replicas that hold different values, in `shard_map` and, on JAX, as arrays outside."""
-    state = dm.init_parallel_state(spec=dm.FederatedSpec((4, 2), shard_size=2), name="federation")
     topology = state.spec.federation
     own = np.array([[[100.0 * topology.federated_rank(r) + 10 * topology.shard_index(r) + r]] for r in range(6)])
     found = {}
@@ -251,8 +266,9 @@ def replicas_that_differ():
             lambda block, asked=asked: dm.federated_mean(block, state, (3, 1), average_replicas=asked),
             dm.P("world"),
             dm.P("world"),
+            state=state,
         )
-        found["inside", asked] = dm.to_numpy(mean(own.astype("float32")))
+        found["inside", asked] = dm.to_numpy(mean(own.astype("float32")), state=state).ravel()
     if state.backend == "jax":
         import jax
 
@@ -265,7 +281,7 @@ def replicas_that_differ():
             arrays.append(jax.make_array_from_single_device_arrays((2,), layout, blocks))
         means = dm.federated_mean(arrays, state, (3, 1), average_replicas=True)
         shards = [shard for mean in means for shard in mean.addressable_shards]
-        found["outside", True] = np.stack([np.asarray(shard.data) for shard in shards])
+        found["outside", True] = np.stack([np.asarray(shard.data) for shard in shards]).ravel()
     return found
 
 
@@ -273,22 +289,20 @@ def replicas_that_differ():
 def test_replicas_that_differ_are_averaged_in_their_federation_first_where_asked(backend):
     first = [10.0 * s + np.mean([s, s + 2]) for s in (0, 1)]  # ranks 0, 2 and 1, 3 hold shards 0 and 1
     second = [100.0 + 10 * s + 4 + s for s in (0, 1)]
-    averaged = np.array([(3 * a + b) / 4 for a, b in zip(first, second, strict=True)])
+    averaged = np.array([(3 * a + b) / 4 for a, b in zip(first, second, strict=True)], "float32")
     senders = np.array([0.0, 13.0])  # ranks 0 and 3: shards are spread over replicas
-    unaveraged = (3 * senders + second) / 4
+    unaveraged = ((3 * senders + second) / 4).astype("float32")
     shards = [0, 1, 0, 1, 0, 1]
-    for found in worlds()[backend](replicas_that_differ, world_size=6):
-        np.testing.assert_allclose(found["inside", True].ravel(), averaged[shards], rtol=1e-6)
-        np.testing.assert_allclose(found["inside", False].ravel(), unaveraged[shards], rtol=1e-6)
-        if backend == "jax":
-            np.testing.assert_allclose(found["outside", True].ravel(), averaged[shards], rtol=1e-6)
+    wanted = {("inside", True): averaged[shards], ("inside", False): unaveraged[shards]}
+    wanted |= {("outside", True): averaged[shards]} if backend == "jax" else {}
+    for one in found(backend, 6):
+        assert_same(f"mean on {backend}", wanted, one["replicas"], rtol=RTOL)
 
 
-def refused_in_jax():
+def refused_in_jax(state):
     import jax
     import jax.numpy as jnp
 
-    state = dm.init_parallel_state(spec=dm.FederatedSpec((4, 2)), name="federation")
     devices = np.array(jax.devices()[:6])
 
     def on(ranks, shape, spec=None):
@@ -313,10 +327,33 @@ def refused_in_jax():
 
 
 def test_jax_refuses_trees_and_layouts_that_are_not_federations():
-    (said,) = worlds()["jax"](refused_in_jax, world_size=6)
+    (said,) = (one["refused"] for one in found("jax", 6))
     assert "list of 2 trees" in said["one"]
     assert "federation 1 gave" in said["structure"]
     assert "[6]" in said["shape"]
     assert "federation 1 is" in said["devices"]
     assert "in rank order" in said["order"]
     assert "int32" in said["integer"]
+
+
+def everything(world_size):
+    """Return what one world finds."""
+    layouts, backend = LAYOUTS[world_size], dm.init_distributed().backend
+    found = {"blocks": [wrong_inside(*layout) for layout in layouts]}
+    if backend != "sim":
+        arrays = on_torch if backend == "torch" else outside_in_jax
+        found["arrays"] = {(*layout, how): arrays(*layout, how) for layout in layouts for how in THROUGH}
+    if world_size == 6:
+        with federation((4, 2), 2) as state:
+            found["replicas"] = replicas_that_differ(state)
+            found |= {"odd cases": odd_cases(state)} if backend == "torch" else {}
+    if world_size == 6 and backend == "jax":
+        with federation((4, 2), None) as state:
+            found["refused"] = refused_in_jax(state)
+    return found
+
+
+@functools.cache
+def found(backend, world_size):
+    """Return what every process found, in a world that all tests share."""
+    return worlds()[backend](everything, world_size, world_size=world_size)
