@@ -3,7 +3,11 @@
 The kit that uses it is `dualmesh.testing`.
 """
 
+import contextlib
+import gc
+import glob
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,11 @@ from dualmesh.errors import ShardingError
 from dualmesh.state import ParallelState
 from dualmesh.testing import instruments
 from dualmesh_torch import private
+
+SPARE_THREADS = 8
+"""Groups of ended worlds that may stay until the next search for what holds them, which takes a second in a process
+that compiled. Each has a thread that wakes up a hundred times a second, and dies with its group: once no compiled code
+and no cycle of Python objects holds it."""
 
 
 class Instruments(instruments.Instruments):
@@ -51,11 +60,30 @@ class Instruments(instruments.Instruments):
         if dist.is_initialized():
             dist.barrier()
 
+    def __init__(self) -> None:
+        self._kept_threads = 0
+
+    def ended(self) -> None:
+        if _polling_threads() > self._kept_threads + SPARE_THREADS:
+            torch.compiler.reset()
+            gc.collect()
+            self._kept_threads = _polling_threads()
+
     def leftovers(self) -> dict[str, object]:
         return {"torch process groups": private.group_names(), "torch default dtype": torch.get_default_dtype()}
 
     def untouched(self) -> dict[str, object]:
         return {"torch process groups": ()}
+
+
+def _polling_threads() -> int:
+    """Return how many threads of gloo this process runs; 0 where the system does not say."""
+    names = (Path(task, "comm") for task in glob.glob("/proc/self/task/*"))
+    found = 0
+    for name in names:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found += name.read_text().startswith("gloo_tcp")
+    return found
 
 
 def _positions(x: DTensor, dim: int) -> tuple[int, ...]:

@@ -65,6 +65,9 @@ class Instruments:
     def leave_together(self) -> None:
         """Return once every process of the world is here. *Collective over all processes.*"""
 
+    def ended(self) -> None:
+        """Free what holds on to a world that ended, where that costs later ones time. *Local.*"""
+
     def leftovers(self) -> dict[str, object]:
         """Return what this process holds of the framework's ambient state now, for comparing. *Local.*"""
         return {}

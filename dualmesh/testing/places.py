@@ -124,9 +124,12 @@ def run_on(
 def _in_world(
     backend: str, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int, rank: int | None, method: str | None
 ) -> Any:
-    with session(backend=backend, rank=rank, world_size=world_size, init_method=method):
-        result = fn(*args)
-        # A rank that leaves at once closes connections that slower ranks are still making.
-        if rank is not None:
-            instruments_of(backend).leave_together()
-        return result
+    try:
+        with session(backend=backend, rank=rank, world_size=world_size, init_method=method):
+            result = fn(*args)
+            # A rank that leaves at once closes connections that slower ranks are still making.
+            if rank is not None:
+                instruments_of(backend).leave_together()
+            return result
+    finally:
+        instruments_of(backend).ended()

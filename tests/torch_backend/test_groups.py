@@ -137,7 +137,7 @@ def cycles(own_groups, count):
     def meshes():
         return [one for one in gc.get_objects() if type(one).__name__ == "DeviceMesh" and isinstance(one, DeviceMesh)]
 
-    others = len(meshes())  # which tests before this one left in the process
+    others = {id(one): one for one in meshes()}  # of tests before this one: held, so that no id names another
     found = []
     for cycle in range(count):
         dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), own_groups=own_groups)
@@ -154,7 +154,7 @@ def cycles(own_groups, count):
                 int(status["Threads"]),
                 len(os.listdir("/proc/self/fd")),
                 len(distributed_c10d._world.pg_map),
-                len(meshes()) - others,
+                sum(id(one) not in others for one in meshes()),
                 int(status["VmRSS"].split()[0]) / 1024,
             )
         )
