@@ -7,6 +7,7 @@ import dualmesh as dm
 from dualmesh.errors import ArgumentError, RankError, ShapeError
 from dualmesh.padding import padded_shape
 from dualmesh.partition_spec import slices_of
+from dualmesh.testing import assert_same
 from tests.core.all_specs import TOPOLOGIES, whole_specs
 from tests.cross.redistributions import held
 from tests.jax_backend.processes import processes
@@ -18,7 +19,7 @@ BACKENDS = ["sim", "torch", "jax"]
 
 
 def whole_of(shape):
-    return np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
+    return np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)
 
 
 def padded(name, specs):
@@ -44,17 +45,18 @@ def test_uneven_sizes_are_padded_by_zeros_at_the_end_and_trimmed_back(backend):
         zeroed = np.pad(whole, [(0, large - size) for large, size in zip(wide, shape, strict=True)])
         blocks = {rank: block for answer in answers for rank, block in answer[place][1].items()}
         assert blocks.keys() == set(range(topology.world_size))
-        for rank, block in blocks.items():
-            np.testing.assert_array_equal(block, zeroed[slices_of(topology, spec, wide, rank)], err_msg=f"{spec}")
+        wanted = {rank: zeroed[slices_of(topology, spec, wide, rank)] for rank in blocks}
+        assert_same(f"{shape} {spec} rank", wanted, blocks, rtol=0)
         for found_shape, _, value, cuts in (answer[place] for answer in answers):
             assert found_shape == wide
-            np.testing.assert_array_equal(value, whole)
+            assert_same(f"{shape} {spec}", whole, value, rtol=0)
             for rank, cut in cuts.items():
                 block = slices_of(topology, spec, wide, rank)
                 own = [range(size)[one] for size, one in zip(shape, block, strict=True)]  # Python clips slices itself
                 assert cut == tuple((one.start, one.stop) for one in own)
                 own = whole[block]
-                np.testing.assert_array_equal(blocks[rank][tuple(slice(size) for size in own.shape)], own)
+                part = blocks[rank][tuple(slice(size) for size in own.shape)]
+                assert_same(f"{shape} {spec} own part of rank {rank}", own, part, rtol=0)
 
 
 def refused(rank_of_none=None):
@@ -127,7 +129,8 @@ def test_torch_lays_out_what_one_rank_holds_and_all_refuse_what_it_refuses():
         block = whole[slices_of(topology, dm.P(("b", "a")), (8, 6), ranks.index(rank))]
         for dtype, (found_dtype, given, trimmed) in zip(dtypes, found, strict=True):
             assert found_dtype == f"torch.{dtype}"
-            np.testing.assert_array_equal(given, block != 0 if dtype == "bool" else block)
+            wanted = block != 0 if dtype == "bool" else block
+            assert_same(f"{dtype} on rank {rank}", wanted.astype(np.complex64), given, rtol=0)
             assert trimmed == (5, 6)
         kinds = ["ShapeError", "ArrayTypeError", "NotDifferentiableError"] if rank == 5 else ["ShardingError"] * 3
         assert [kind for kind, _ in said] == kinds
@@ -163,7 +166,7 @@ def over_processes():
     holds, said = 3 in state.local_ranks, []
     whole = -np.arange(10.0).reshape(5, 2)
     x = dm.distribute(whole if holds else None, dm.P(("b", "a")), src=3, pad=True)
-    np.testing.assert_array_equal(dm.to_numpy(x, shape=(5, 2)), whole)
+    assert_same("trimmed", whole, dm.to_numpy(x, shape=(5, 2)), rtol=0)
     assert np.signbit(dm.to_numpy(x)[0, 0])
     dm.distribute(np.arange(4.0), dm.P("a"), check=True)
     for call in (

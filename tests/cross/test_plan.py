@@ -10,11 +10,13 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.partition_spec import local_shape, slices_of
+from dualmesh.testing import assert_same
 from tests.jax_backend.worker import needs
 from tests.torch_backend.test_models import EXPERTS, batch, experts
 from tests.worlds import held, torch_world, wide_jax_world
 
 SLOW_S = 300.0
+RTOL = 1e-13
 RATE, STEPS = 0.1, 2
 SPEC = dm.parallel_spec(dp_shard_size=2, ulysses_size=2, ep_size=2)
 OTHERS = [dm.parallel_spec(dp_shard_size=4, ep_size=4), dm.parallel_spec(dp_shard_size=2, ep_size=2)]
@@ -186,9 +188,9 @@ def check(spec, answers, wanted):
         for rank, block in held.items():
             assert block.shape == local_shape(topology, one, value.shape)
             own = value[slices_of(topology, one, value.shape, rank)]
-            np.testing.assert_allclose(block, own, rtol=1e-11, atol=1e-13, err_msg=f"{path} on rank {rank}")
+            assert_same(f"{path} on rank {rank}", own, block, rtol=RTOL)
         for _, values, *_ in answers:
-            np.testing.assert_allclose(values[path], value, rtol=1e-11, atol=1e-13, err_msg=path)
+            assert_same(path, value, values[path], rtol=RTOL)
         shapes[path] = {rank: block.shape for rank, block in held.items()}
     return shapes
 

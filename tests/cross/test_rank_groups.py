@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
+from dualmesh.testing import assert_same
 from tests.cross import grouped
 from tests.worlds import wide_worlds
 
@@ -167,7 +168,7 @@ def test_a_federated_mean_over_groups_of_several_sizes(backend):
     x = np.arange(8.0) ** 2 + 1
     for size, mean in run(backend, federated, x, world_size=8):
         assert size == 3
-        np.testing.assert_array_equal(mean, np.full(8, (x[0] + x[3]) / 2))
+        assert_same("mean", np.full(8, (x[0] + x[3]) / 2), mean, rtol=0)
 
 
 def meeting_a_grid(x):
@@ -190,4 +191,4 @@ def test_a_grid_and_rank_groups_over_the_same_ranks_meet_in_one_function(backend
     wanted = np.empty(4)
     wanted[ring] = reduced[np.roll(ring, 1)]
     for answer in run(backend, meeting_a_grid, x, world_size=4):
-        np.testing.assert_array_equal(answer, wanted)
+        assert_same("shifted", wanted, answer, rtol=0)

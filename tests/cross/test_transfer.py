@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
+from dualmesh.testing import assert_same
 from tests.worlds import worlds
 
 P = dm.P
@@ -97,10 +98,8 @@ def test_a_tree_keeps_its_bits_through_every_state(backend, world_size):
     for rank, found in enumerate(every):
         member = [ranks is None or rank in ranks or backend != "torch" for _, _, ranks in chain[1:]]
         assert len(found) == sum(member)
-        for values in found:
-            for name, value in expected.items():
-                assert values[name].dtype == value.dtype
-                np.testing.assert_array_equal(values[name], value, err_msg=f"{rank} {name}")
+        for step, values in enumerate(found):
+            assert_same(f"step {step}, rank {rank}", expected, values, rtol=0)
 
 
 def counted():
@@ -158,12 +157,12 @@ def fused_and_refused():
 
     specs = {"attn.qkv": dm.Fused(P("tp"), QKV)}
     again = dm.transfer({"attn.qkv": fused(4, rank)}, src=source, dst=target, specs=specs)
-    assert torch.equal(again["attn.qkv"], fused(2, target.index("tp")))
+    assert_same("fused", fused(2, target.index("tp")), again["attn.qkv"], rtol=0)
     separate = dm.transfer(
         {"attn.qkv": fused(4, rank)}, src=source, dst=target, specs=(specs, dict.fromkeys(parts, P("tp")))
     )
-    for path, x in parts.items():
-        assert torch.equal(separate[path], torch.from_numpy(np.split(x, 2)[target.index("tp")]))
+    halves = {path: np.split(x, 2)[target.index("tp")] for path, x in parts.items()}
+    assert_same("apart", halves, separate, rtol=0)
     renamed = dm.transfer(
         {"w": torch.full((2,), float(rank))},
         src=source,
@@ -214,6 +213,4 @@ def test_fused_arrays_are_taken_apart_and_fused_where_arrays_move_one_by_one(bac
     parts = {f"attn.{name}": draw.normal(size=(size, 3)).astype("float32") for name, size in QKV.items()}
     fused = np.concatenate([np.split(part, 4)[rank] for rank in range(4) for part in parts.values()])
     for read, again in worlds()[backend](fused_of_global_arrays, fused, world_size=4):
-        for path, part in parts.items():
-            np.testing.assert_array_equal(read[path], part, err_msg=path)
-        np.testing.assert_array_equal(again, fused)
+        assert_same("", {**parts, "fused": fused}, {**read, "fused": again}, rtol=0)

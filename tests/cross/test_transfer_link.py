@@ -6,6 +6,7 @@ import numpy as np
 
 import dualmesh as dm
 from dualmesh.addresses import free_port
+from dualmesh.testing import assert_same
 from tests.worlds import jax_pool, torch_pool
 
 P = dm.P
@@ -85,10 +86,7 @@ def test_trees_go_from_torch_to_jax_and_back():
         jax_side = threads.submit(jax_pool.run, on_jax, [(store,)])
         ((first, b),) = jax_side.result()
         every = torch_side.result()
-    for name, x in values(5).items():
-        np.testing.assert_array_equal(first[name], as_bfloat16(x) if name == "half" else x, err_msg=name)
-    np.testing.assert_array_equal(b, values(6)["b"])
+    sent, back = ({**values(seed), "half": as_bfloat16(values(seed)["half"])} for seed in (5, 7))
+    assert_same("there", [sent, values(6)["b"]], [first, b], rtol=0)
     for rank, found in enumerate(every):
-        for name, x in values(7).items():
-            wanted = np.split(as_bfloat16(x), 2)[rank] if name == "half" else x
-            np.testing.assert_array_equal(found[name], wanted, err_msg=name)
+        assert_same(f"back on rank {rank}", {**back, "half": np.split(back["half"], 2)[rank]}, found, rtol=0)
