@@ -31,6 +31,8 @@ class Launch:
     local_rank: int = 0
     init_method: str | None = None
     """"tcp://host:port" or "env://"; None: nobody to meet."""
+    by_launcher: bool = False
+    """The launcher said `init_method`, not the caller: its own store may listen there."""
     local_devices: int | None = None
     """Ranks that this process holds, where the backend lets one choose."""
     timeout_s: float | None = None

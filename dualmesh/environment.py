@@ -1,11 +1,12 @@
 """What launchers leave in the environment, read once and checked: torchrun's variables and dualmesh's own.
 
-Starting a world from it is in `session`.
+SLURM's are read in `slurm`; starting a world is in `session`.
 """
 
 import os
 from collections.abc import Mapping
 
+from dualmesh import slurm
 from dualmesh.backend import Launch
 from dualmesh.errors import LaunchError, listed
 from dualmesh.resolution import whole
@@ -42,7 +43,9 @@ def launch_from(
     local_devices: int | None = None,
     timeout_s: float | None = None,
 ) -> Launch:
-    """Return this process' place in the world; arguments win over torchrun's variables. *Pure.*
+    """Return this process' place in the world; arguments win over the launcher's variables. *Pure.*
+
+    torchrun's RANK and WORLD_SIZE win over SLURM's: inside a SLURM task, torchrun's workers are not SLURM's tasks.
 
     Raises:
         LaunchError: Some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set and some are not, or a value is no
@@ -52,29 +55,42 @@ def launch_from(
         return Launch(world_size=world_size, init_method=DETECT, local_devices=local_devices, timeout_s=timeout_s)
     if rank is not None or init_method is not None:
         return _given(rank, world_size, init_method, local_devices, timeout_s)
-    found = [name for name in TORCHRUN if variables.get(name)]
-    if not found:
+    said = _said_by_launcher(variables)
+    if not said:
         return Launch(world_size=world_size, local_devices=local_devices, timeout_s=timeout_s)
+    processes = number_of(said, "WORLD_SIZE")
+    rank = number_of(said, "RANK")
+    _check_rank(rank, processes)
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        process_count=processes,
+        local_rank=number_of(said, "LOCAL_RANK", rank),
+        init_method=f"tcp://{said['MASTER_ADDR']}:{number_of(said, 'MASTER_PORT')}",
+        by_launcher=True,
+        local_devices=local_devices,
+        timeout_s=timeout_s,
+    )
+
+
+def _said_by_launcher(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return torchrun's variables, as torchrun set them or as SLURM's say; nothing where there is no launcher. *Pure.*
+
+    Raises:
+        LaunchError: They are half set.
+    """
+    found = [name for name in TORCHRUN if variables.get(name)]
+    if "RANK" not in found and "WORLD_SIZE" not in found and slurm.is_step(variables):
+        return slurm.launched(variables)
     missing = [name for name in TORCHRUN if name not in found]
-    if missing:
+    if found and missing:
         raise LaunchError(
             f"init_distributed: {listed(found)} set, but {listed(missing)} missing. Set all of {listed(TORCHRUN)} "
             f"(torchrun does), or unset them for a single process.",
             found=tuple(found),
             missing=tuple(missing),
         )
-    processes = number_of(variables, "WORLD_SIZE")
-    rank = number_of(variables, "RANK")
-    _check_rank(rank, processes)
-    return Launch(
-        rank=rank,
-        world_size=world_size,
-        process_count=processes,
-        local_rank=number_of(variables, "LOCAL_RANK", rank),
-        init_method=f"tcp://{variables['MASTER_ADDR']}:{number_of(variables, 'MASTER_PORT')}",
-        local_devices=local_devices,
-        timeout_s=timeout_s,
-    )
+    return variables if found else {}
 
 
 def _given(
@@ -100,7 +116,7 @@ def _given(
             world_size=world_size,
         )
     _check_rank(rank, world_size)
-    return Launch(rank, None, world_size, rank, init_method, local_devices, timeout_s)
+    return Launch(rank, None, world_size, rank, init_method, local_devices=local_devices, timeout_s=timeout_s)
 
 
 def _check_rank(rank: int, processes: int) -> None:

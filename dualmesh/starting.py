@@ -64,8 +64,9 @@ def init_distributed(
 ) -> Session:
     """Start the world of a framework. *Collective over all processes.*
 
-    Reads what torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) unless `rank` and `init_method`
-    are given; with neither, one process. A world that already runs is adopted and never ended by dualmesh.
+    Reads what torchrun set (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), or SLURM for the tasks of an
+    srun, unless `rank` and `init_method` are given; with none of them, one process. A world that already runs is
+    adopted and never ended by dualmesh.
 
     Args:
         backend: "torch", "jax", "sim" or another installed one; None: see `discovery.choose`. Several of them, as in

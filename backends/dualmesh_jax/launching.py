@@ -1,4 +1,4 @@
-"""Joining the other processes: from torchrun's variables, a given address, or what JAX finds out about its cluster.
+"""Joining the other processes: where the launcher or the caller says, or as JAX finds out about its cluster.
 
 Which devices the processes then hold is in `devices`, how they wait for each other in `meeting`.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dualmesh import slurm
 from dualmesh.backend import Launch
 from dualmesh.environment import DETECT
 from dualmesh.errors import LaunchError, SessionError
@@ -24,8 +25,6 @@ TOOK_MEMORY = (
     "Backend 'jax': JAX has started already in this process and taken most of the device's memory, which torch needs "
     f"too. Call dm.init_distributed before the first use of JAX, or set {PREALLOCATE}=false."
 )
-SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""What a task of a SLURM step has, and JAX reads."""
 NO_CLUSTER = (
     "init_distributed: JAX could not find out which processes are meant: {error} JAX knows SLURM, Open MPI, Cloud TPUs "
     "and Kubernetes. Under other launchers set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or give rank, world_size "
@@ -38,11 +37,8 @@ TOO_LATE = (
 
 
 def joins_others(launch: Launch) -> bool:
-    """Tell whether a launch is one of several processes: it says so, JAX is to find out, or SLURM runs tasks. *Local.*
-
-    torchrun's variables and arguments win over SLURM's: inside a SLURM task, torchrun's workers are not SLURM's tasks.
-    """
-    return launch.process_count > 1 or launch.init_method == DETECT or (launch.init_method is None and _is_slurm_step())
+    """Tell whether a launch is one of several processes: it says so, or JAX is to find out. *Pure.*"""
+    return launch.process_count > 1 or launch.init_method == DETECT
 
 
 def join(launch: Launch, timeout_s: float) -> None:
@@ -62,23 +58,23 @@ def join(launch: Launch, timeout_s: float) -> None:
     address = coordinator(launch)
     meet(address, launch.rank, launch.process_count, timeout_s)
     place = {"coordinator_address": address, "num_processes": launch.process_count, "process_id": launch.rank}
-    only = {"local_device_ids": [launch.local_rank]} if launch.shares_devices else {}
+    only = {"local_device_ids": [launch.local_rank]} if launch.shares_devices or slurm.is_step(os.environ) else {}
     _initialize(timeout_s, **place, **only)
 
 
 def coordinator(launch: Launch) -> str:
     """Return host:port of JAX's coordinator, which process 0 starts. *Local.*
 
-    MASTER_PORT is taken: torchrun's own store listens there, or torch's in the same job. JAX takes the next port.
+    The launcher's port is taken: torchrun's own store listens there, or torch's in the same job. JAX takes the next.
     """
     named = os.environ.get(COORDINATOR)
     if named:
         return named
-    method = "env://" if launch.init_method is None else launch.init_method
-    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
-    if method in ("env://", f"tcp://{host}:{port}"):
-        return f"{host}:{int(port) + 1}"
-    return method.removeprefix("tcp://")
+    environments = f"tcp://{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+    method = environments if launch.init_method in (None, "env://") else launch.init_method
+    host, _, port = method.removeprefix("tcp://").rpartition(":")
+    is_taken = launch.by_launcher or method == environments
+    return f"{host}:{int(port) + 1}" if is_taken else f"{host}:{port}"
 
 
 def leave_memory() -> None:
@@ -110,8 +106,3 @@ def _initialize(timeout_s: float, **place: Any) -> None:
             f"the same address and number of processes.",
             place=place,
         ) from error
-
-
-def _is_slurm_step() -> bool:
-    said = [os.environ.get(name, "") for name in SLURM_STEP]
-    return all(said) and said[2].isdecimal() and int(said[2]) > 1

@@ -67,3 +67,46 @@ def test_timeout_comes_from_the_argument_the_variable_or_is_60():
 def test_timeouts_that_are_no_time_are_refused(value):
     with pytest.raises(LaunchError, match=r"DUALMESH_TIMEOUT_S='.*' is no time"):
         timeout_s(None, {"DUALMESH_TIMEOUT_S": value})
+
+
+SRUN = {"SLURM_JOB_ID": "4100", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("cpu3", "cpu3"), ("gpu[07-08,11],cpu3", "gpu07"), ("a,b", "a"), ("r1-n[3].x,r2", "r1-n3.x"), ("n[9-10]", "n9")],
+)
+def test_tasks_of_a_step_meet_on_its_first_host(hosts, first):
+    launch = launch_from({**SRUN, "SLURM_STEP_NODELIST": hosts})
+    place = (launch.rank, launch.process_count, launch.local_rank, launch.init_method, launch.by_launcher)
+    assert place == (3, 8, 1, f"tcp://{first}:{57344 + 2 * 4}", True)
+
+
+def test_steps_of_one_job_meet_at_different_ports_and_master_variables_win():
+    step = {**SRUN, "SLURM_STEP_NODELIST": "a"}
+    ports = {launch_from({**step, "SLURM_STEP_ID": str(number)}).init_method for number in range(3)}
+    assert ports == {"tcp://a:57352", "tcp://a:57354", "tcp://a:57356"}
+    launch = launch_from({**step, "MASTER_ADDR": "b", "MASTER_PORT": "7"})
+    assert (launch.init_method, launch.rank) == ("tcp://b:7", 3)
+
+
+def test_torchruns_workers_in_a_task_are_not_slurms_and_one_task_or_an_allocation_is_no_world():
+    launch = launch_from({**SRUN, **TORCHRUN, "SLURM_STEP_NODELIST": "a"})
+    assert (launch.rank, launch.process_count) == (int(TORCHRUN["RANK"]), int(TORCHRUN["WORLD_SIZE"]))
+    for variables in ({**SRUN, "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "8"}):
+        assert launch_from(variables).process_count == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": ""}, "hosts are ''"),
+        ({"SLURM_STEP_NODELIST": "n[x]"}, r"hosts are 'n\[x\]'"),
+        ({"SLURM_JOB_ID": "seven"}, "SLURM_JOB_ID='seven'"),
+        ({"SLURM_PROCID": "8"}, "rank 8 is not in a world of 8"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x'"),
+    ],
+)
+def test_what_slurm_says_wrongly_is_refused_by_name(changed, said):
+    with pytest.raises(LaunchError, match=said):
+        launch_from({**SRUN, "SLURM_STEP_NODELIST": "a", **changed})

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from dualmesh import slurm
 from dualmesh.errors import SessionError
 from tests.jax_backend.worker import fresh, in_jax
 from tests.workers import free_port
@@ -50,13 +51,29 @@ def test_torchruns_variables_start_jax_beside_torchruns_own_store(tmp_path):
     assert run(launcher, clean()) == FOUND
 
 
-@pytest.mark.parametrize("launcher", ["SLURM", "Open MPI, detected by JAX"])
-def test_the_launchers_variables_start_jax(launcher):
-    job = next(number for number in iter(lambda: random.randrange(10**6), None) if is_free(number % 4096 + 61440))
-    slurm = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
+BOTH = """
+import numpy as np
+import torch
+import dualmesh as dm
+with dm.session(("torch", "jax"), timeout_s=100.0) as session:
+    state = dm.init_parallel_state(dp_size=2)
+    x = torch.full((1,), 1.0 + session.local_ranks[0])
+    total = np.asarray(dm.interop.to_jax(dm.ops.all_reduce(x, "dp")))
+    there = state.on("jax")
+    said = f"{session.world_size} {there.backend} {there.local_ranks} {total.tolist()}"
+    print("4 " + said, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["SLURM", "SLURM, both frameworks", "Open MPI, detected by JAX"])
+def test_the_launchers_variables_start_the_world(launcher):
+    job = free_job()
+    srun = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
     mpi = {"OMPI_MCA_orte_hnp_uri": f"{job * 4096}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}
-    code, step, place = SUM, slurm, ("SLURM_PROCID", "SLURM_LOCALID")
-    if launcher != "SLURM":
+    code, step, place = SUM, srun, ("SLURM_PROCID", "SLURM_LOCALID")
+    if launcher == "SLURM, both frameworks":
+        code = BOTH
+    if launcher.startswith("Open"):
         code = SUM.replace('dm.session("jax", ', 'dm.session("jax", init_method="auto", ')
         step, place = mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     tasks = [
@@ -73,7 +90,17 @@ def test_the_launchers_variables_start_jax(launcher):
     finally:
         for task in tasks:
             task.kill()
-    assert said == [FOUND, ""]
+    expected = ["4 2 jax (0,) [3.0]", "4 2 jax (1,) [3.0]"] if code is BOTH else [FOUND, ""]
+    assert said == expected
+
+
+def free_job():
+    """Return a job's number whose ports, SLURM's by our rule and Open MPI's by JAX's, nobody uses."""
+    while True:
+        job = random.randrange(10**6)
+        pair = slurm.FIRST_PORT + job % slurm.PORT_PAIRS * 2
+        if all(is_free(port) for port in (pair, pair + 1, job % 4096 + 61440)):
+            return job
 
 
 def is_free(port):
