@@ -133,7 +133,7 @@ def own(micro_batches):
 def trained(parameters, accumulation, backward, read, expected, cut=lambda name, whole: whole):
     """Train and compare; `backward` of (micro-batches of tokens, of targets) leaves gradients and returns the loss."""
     options = {"lr": LEARNING_RATE, "weight_decay": DECAY, "betas": BETAS, "eps": EPSILON}
-    optimizer = torch.optim.AdamW(parameters.values(), **options, foreach=False)
+    optimizer = torch.optim.AdamW(parameters.values(), **options, fused=True)
     losses, gradients = [], None
     for step in range(STEPS):
         micro_batches = [torch.from_numpy(np.stack(np.split(part, accumulation))) for part in model.batch(step)]

@@ -80,7 +80,10 @@ def case(
 
 def grid(world: int) -> list[Case]:
     """Every verb with every setting over every axis."""
-    return [one for axis in axes_of(world) for one in _over(axis, groups(world, axis).shape[1])]
+    sizes = {axis: groups(world, axis).shape[1] for axis in axes_of(world)}
+    listed = next((axis for axis in sizes if not isinstance(axis, str)), None)
+    laid = [case for axis in ("a", "world", listed) if axis in sizes for case in _laid_over(axis, sizes[axis])]
+    return [case for axis, n in sizes.items() for case in _over(axis, n)] + laid
 
 
 def _over(axis: Any, n: int) -> list[Case]:
@@ -101,6 +104,11 @@ def _over(axis: Any, n: int) -> list[Case]:
     cases += [case("enter", axis, (2, 3)), case("leave", axis, (2, 3)), case("axis_index", axis, (2,))]
     cases += [_ragged(axis, [[(2 * i + j) % 3 for j in range(n)] for i in range(n)], 2)]
     cases += [_ragged(axis, [[i if j == 0 else 0 for j in range(n)] for i in range(n)], 3)]
+    return cases
+
+
+def _laid_over(axis: Any, n: int) -> list[Case]:
+    """Blocks that do not lie densely in memory; along one axis of every kind of group."""
     laid: list[tuple[str, dict[str, Any]]] = [
         ("all_gather", {"dim": 0}),
         ("all_to_all", {"split_dim": 2, "concat_dim": 0}),
@@ -112,7 +120,8 @@ def _over(axis: Any, n: int) -> list[Case]:
     if axis == "a":  # these move blocks as all_reduce and all_to_all do, which are laid out along every axis
         laid += [("leave", {}), ("ragged_all_to_all", {"counts": around, "rows": n})]
     kinds = ("transposed", "strided", "expanded")
-    return cases + [case(verb, axis, shape, memory=kind, **settings) for verb, settings in laid for kind in kinds]
+    shape = (n, 2 * n, 3 * n)
+    return [case(verb, axis, shape, memory=kind, **settings) for verb, settings in laid for kind in kinds]
 
 
 def _ragged(axis: Any, counts: list[list[int]], width: int, dtype: str = "float64") -> Case:

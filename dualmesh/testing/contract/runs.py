@@ -10,6 +10,9 @@ from dualmesh.testing.contract.cases import cotangent
 from dualmesh.testing.contract.oracle import COMBINED, TOPOLOGIES, VIEWS
 from dualmesh.testing.instruments import instruments_of
 
+BATCH = 64
+"""Cases in one program: compiling takes longer than in proportion."""
+
 
 def opened(world: Any) -> Any:
     """Register the topology of a world."""
@@ -49,6 +52,13 @@ def gradients(world: Any, cases: Any, shapes: Any) -> Any:
 
 
 def _together_or_one_by_one(run: Any, cases: Any) -> Any:
+    found: dict[Any, Any] = {}
+    for first in range(0, len(cases), BATCH):
+        found |= _batch_or_one_by_one(run, cases[first : first + BATCH])
+    return found
+
+
+def _batch_or_one_by_one(run: Any, cases: Any) -> Any:
     try:
         return run(cases)
     except Exception:
