@@ -14,7 +14,7 @@ from dualmesh.paths import with_paths
 from dualmesh.plan import ShardingPlan
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
-from dualmesh.testing.differences import Difference, difference, largest, refuse_differences
+from dualmesh.testing.differences import Difference, Ranks, difference, largest, refuse_differences
 from dualmesh.testing.instruments import Held, instruments_of
 from dualmesh.topology import Topology
 from dualmesh.tree import leaves, spec_tree
@@ -148,13 +148,17 @@ def _unequal(
             *(what, whole[np.ix_(*one.positions)], one.block),
             places=("expected", backend),
             rtol=rtol,
-            ranks=lambda _element, rank=rank: (rank,),
+            ranks=_only(rank),
             offset=[positions[0] for positions in one.positions],
             scale=scale,
         )
         if found is not None:
             yield found
             return
+
+
+def _only(rank: int) -> Ranks:
+    return lambda _element: (rank,)
 
 
 def _said(wanted: tuple[tuple[int, ...], ...], held: Held | None, shape: tuple[int, ...]) -> str:
