@@ -149,9 +149,10 @@ def with_lightning(world, path):
         forget()
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @needs("lightning")
-def test_lightning_trains_what_a_state_shards(tmp_path):
-    assert_trained(torch_world(with_lightning, 4, str(tmp_path), world_size=4))
+def test_lightning_trains_what_a_state_shards(world, tmp_path):
+    assert_trained(torch_world(with_lightning, world, str(tmp_path), world_size=world, timeout_s=300.0))
 
 
 def with_transformers(world, path):
@@ -182,11 +183,13 @@ def with_transformers(world, path):
         forget()
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @needs("transformers", "tokenizers", "safetensors", "huggingface_hub")
-def test_transformers_splits_a_model_over_a_states_mesh(tmp_path):
-    for difference, shape in torch_world(with_transformers, 4, str(tmp_path), world_size=4):
+def test_transformers_splits_a_model_over_a_states_mesh(world, tmp_path):
+    found = torch_world(with_transformers, world, str(tmp_path), world_size=world, timeout_s=300.0)
+    for difference, shape in found:
         assert difference < 1e-12
-        assert shape == (8, 16)
+        assert shape == (32 // world, 16)
 
 
 def with_trainer(world, path):
@@ -230,6 +233,7 @@ def with_trainer(world, path):
         forget()
 
 
+@pytest.mark.parametrize("world", [4, 8])
 @needs("accelerate", "transformers", "tokenizers", "safetensors", "huggingface_hub")
-def test_the_hugging_face_trainer_trains_what_a_state_shards(tmp_path):
-    assert_trained(torch_world(with_trainer, 4, str(tmp_path), world_size=4))
+def test_the_hugging_face_trainer_trains_what_a_state_shards(world, tmp_path):
+    assert_trained(torch_world(with_trainer, world, str(tmp_path), world_size=world, timeout_s=300.0))
