@@ -51,7 +51,7 @@ def launch_from(
         LaunchError: Some of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set and some are not, or a value is no
             number, or the rank is not in the world.
     """
-    if init_method == DETECT and rank is None:
+    if isinstance(init_method, str) and init_method == DETECT and rank is None:
         return Launch(world_size=world_size, init_method=DETECT, local_devices=local_devices, timeout_s=timeout_s)
     if rank is not None or init_method is not None:
         return _given(rank, world_size, init_method, local_devices, timeout_s)
@@ -100,7 +100,7 @@ def _given(
     local_devices: int | None,
     timeout_s: float | None,
 ) -> Launch:
-    if rank is None or world_size is None or (init_method is None and world_size not in (0, 1)):
+    if rank is None or world_size is None or (init_method is None and whole(world_size) not in (0, 1)):
         raise LaunchError(
             f"init_distributed: rank={rank!r}, world_size={world_size!r}, init_method={init_method!r}. Give all three, "
             f"for example rank=0, world_size=4, init_method='tcp://127.0.0.1:29500'.",

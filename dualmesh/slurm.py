@@ -42,7 +42,7 @@ def launched(variables: Mapping[str, str]) -> dict[str, str]:
         "RANK": variables["SLURM_PROCID"],
         "WORLD_SIZE": _first(variables, TASKS),
         "LOCAL_RANK": variables.get("SLURM_LOCALID") or variables["SLURM_PROCID"],
-        "MASTER_ADDR": variables.get("MASTER_ADDR") or first_host(_first(variables, HOSTS)),
+        "MASTER_ADDR": variables.get("MASTER_ADDR") or _host(variables),
         "MASTER_PORT": variables.get("MASTER_PORT") or str(_port(variables)),
     }
 
@@ -63,12 +63,23 @@ def first_host(hosts: str) -> str:
     return f"{match['start']}{match['first'] or ''}{match['end'] or ''}"
 
 
+def _host(variables: Mapping[str, str]) -> str:
+    hosts = _first(variables, HOSTS)
+    if not hosts:
+        raise LaunchError(
+            f"init_distributed: SLURM_PROCID={variables['SLURM_PROCID']!r} is one of several tasks, but the hosts are missing: "
+            f"{listed(HOSTS)} say where they could meet. Set MASTER_ADDR.",
+            missing=HOSTS,
+        )
+    return first_host(hosts)
+
+
 def _port(variables: Mapping[str, str]) -> int:
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "0")
     if not job.isdecimal() or not step.isdecimal():
         raise LaunchError(
-            f"init_distributed: SLURM_JOB_ID={job!r} and SLURM_STEP_ID={step!r} give no port where the tasks could "
-            f"meet. Set MASTER_PORT.",
+            f"init_distributed: SLURM_PROCID={variables['SLURM_PROCID']!r} is one of several tasks, but SLURM_JOB_ID="
+            f"{job!r} and SLURM_STEP_ID={step!r} give no port where they could meet. Set MASTER_PORT.",
             job=job,
             step=step,
         )

@@ -100,7 +100,7 @@ def test_torchruns_workers_in_a_task_are_not_slurms_and_one_task_or_an_allocatio
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"SLURM_STEP_NODELIST": ""}, "hosts are ''"),
+        ({"SLURM_STEP_NODELIST": ""}, "hosts are missing"),
         ({"SLURM_STEP_NODELIST": "n[x]"}, r"hosts are 'n\[x\]'"),
         ({"SLURM_JOB_ID": "seven"}, "SLURM_JOB_ID='seven'"),
         ({"SLURM_PROCID": "8"}, "rank 8 is not in a world of 8"),

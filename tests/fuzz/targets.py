@@ -251,7 +251,7 @@ SAID = st.one_of(st.sampled_from(["0", "1", "8", "-1", "", "eight", "2(x3)", "1.
 @target
 def launches(draw):
     """Launchers' variables: half set, malformed, contradictory."""
-    variables = draw(st.dictionaries(st.sampled_from(VARIABLES), SAID, max_size=6))
+    variables = draw(st.dictionaries(st.sampled_from((*VARIABLES, *SLURM, "SLURM_JOB_ID")), SAID, max_size=7))
     given = draw(st.fixed_dictionaries({}, optional={"rank": wild, "world_size": wild, "init_method": wild}))
     return lambda: environment.launch_from(variables, **given), [
         *variables.values(),
