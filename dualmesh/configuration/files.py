@@ -43,7 +43,7 @@ def read(path: str | Path) -> tuple[Any, Places]:
     """
     file = Path(path)
     if file.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(f"{file}: the ending is {file.suffix!r}. Endings: {listed(SUFFIXES)}.", path=path)
+        raise ArgumentError(f"{str(file)!r}: the ending is {file.suffix!r}. Endings: {listed(SUFFIXES)}.", path=path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

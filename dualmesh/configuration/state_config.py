@@ -153,14 +153,15 @@ def _one_way(given: Mapping[str, Any]) -> None:
     """Refuse sizes beside a spec."""
     sizes = [name for name in SPEC_FIELDS if name in given]
     if sizes and "spec" in given:
-        raise SpecError(ONE_WAY.format(found=f"{listed(sizes)} beside a spec"), found=tuple(sizes))
+        found = listed(f"{name}={given[name]!r}" for name in sizes)
+        raise SpecError(ONE_WAY.format(found=f"{found} beside a spec"), found=tuple(sizes))
 
 
 def _declared(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
     """Return the spec that is declared in another way than by sizes, or None."""
     ways = [way for way in ("axes", "rank_groups", "spec", "preset", "importer") if way in fields]
     if len(ways) > 1:
-        raise SpecError(ONE_WAY.format(found=listed(ways)), found=tuple(ways))
+        raise SpecError(ONE_WAY.format(found=listed(f"{way}={fields[way]!r}" for way in ways)), found=tuple(ways))
     way = ways[0] if ways else None
     for key, owners in {**dict.fromkeys(GRID_KEYS[1:], ("axes",)), "settings": ("preset", "importer")}.items():
         allowed = ("axes", "rank_groups") if key == "roles" else owners
@@ -172,6 +173,8 @@ def _declared(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
         return GroupSpec.from_dict({key: fields[key] for key in ("rank_groups", "roles") if key in fields})
     if way == "spec":
         spec = fields["spec"]
+        if isinstance(spec, str) and not spec.strip():
+            raise SpecError(f"spec={spec!r} declares no axes. Write for example 'dp4 tp2'.", spec=spec)
         return spec if isinstance(spec, TopologySpec | GroupSpec) else TopologySpec.from_text(spec)
     if way == "preset":
         return _preset(fields["preset"], fields.get("settings", {}))

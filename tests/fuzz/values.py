@@ -64,4 +64,4 @@ def _forms(value: Any) -> Iterator[str]:
         for item in value.items() if isinstance(value, Mapping) else value:
             yield from _forms(item) if not isinstance(item, str) or item else (repr(item),)
     if isinstance(value, np.ndarray):
-        yield from (str(value), *map(repr, value))
+        yield from (str(value), *map(repr, value.tolist()))
