@@ -67,8 +67,8 @@ def _host(variables: Mapping[str, str]) -> str:
     hosts = _first(variables, HOSTS)
     if not hosts:
         raise LaunchError(
-            f"init_distributed: SLURM_PROCID={variables['SLURM_PROCID']!r} is one of several tasks, but the hosts are missing: "
-            f"{listed(HOSTS)} say where they could meet. Set MASTER_ADDR.",
+            f"init_distributed: SLURM_PROCID={variables['SLURM_PROCID']!r} is one of several tasks, but hosts are "
+            f"missing: {listed(HOSTS)} say where they could meet. Set MASTER_ADDR.",
             missing=HOSTS,
         )
     return first_host(hosts)
