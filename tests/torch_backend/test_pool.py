@@ -46,6 +46,7 @@ def distinct_by_hand(states, rank):
 
 def counts(world_size):
     """Return, per registration, (keys in the pool are right, groups that torch made, how many were wanted)."""
+    from torch import distributed
     from torch.distributed import distributed_c10d
 
     from dualmesh import discovery
@@ -65,6 +66,7 @@ def counts(world_size):
             if state.topology.is_member(axis, pool.rank)
         )
         found[name] = (same, len(pool), made + defaults, len(wanted), defaults)
+        distributed.barrier()  # who clears at once closes connections that slower ranks still make
         dm.clear_parallel_state()
     return found
 
