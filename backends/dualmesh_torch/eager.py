@@ -103,10 +103,10 @@ def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
     if not party.is_gloo:
         return _permuted_by_all(sent, found, party, target, source)
     works: list[Any] = []
-    if target is not None:
-        works.append(dist.isend(_flat(sent), group=party.group, group_dst=target))
     if source is not None:
         works.append(dist.irecv(_flat(found), group=party.group, group_src=source))
+    if target is not None:
+        works.append(dist.isend(_flat(sent), group=party.group, group_dst=target))
     for work in works:
         work.wait()
     return found
