@@ -4,7 +4,7 @@ Counts and sizes are checked in `resolution`, axes and states where they are loo
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -69,3 +69,12 @@ def function_of(where: str, fn: Any) -> Callable[..., Any]:
         raise ArgumentError(f"{where}: {fn!r} cannot be called. Give a function.", fn=fn)
     found: Callable[..., Any] = fn
     return found
+
+
+def is_one_of(value: Any, names: Container[str]) -> bool:
+    """Tell whether a value, of any type, is one of some names. *Pure.*
+
+    >>> is_one_of("tp", ("dp", "tp")), is_one_of(["tp"], ("dp", "tp"))
+    (True, False)
+    """
+    return isinstance(value, str) and value in names

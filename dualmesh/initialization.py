@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, Literal
 
 from dualmesh import logs, scope
-from dualmesh.arguments import flag_of, items_of, words_of
-from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.arguments import flag_of, is_one_of, items_of, words_of
+from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.federation import FederatedSpec
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
@@ -159,7 +159,7 @@ def init_parallel_states(
     """
     wanted = _named_specs(specs, default)
     where = "init_parallel_state"
-    if not isinstance(dp_mode, str) or dp_mode not in DP_MODES:
+    if not is_one_of(dp_mode, DP_MODES):
         raise ArgumentError(
             f"init_parallel_state: dp_mode={dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(dp_mode, DP_MODES)}",
             dp_mode=dp_mode,
@@ -273,7 +273,11 @@ def _fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, current: S
         size = current.world_size if places is None else len(places)
         return spec.resolve(size).group_spec().resolve(size)
     if places is not None:
-        return spec.resolve(len(places))
+        try:
+            return spec.resolve(len(places))
+        except SpecError as error:
+            words = f"init_parallel_state: {name!r} over ranks={places!r}, which are its world: {error}"
+            raise SpecError(words, problems=error.problems) from None
     if isinstance(spec, GroupSpec) or not whole(spec.rank_offset):
         return spec.resolve(current.world_size)
     sizes = [whole(size) or 0 for size in spec.axes.values()]

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from dualmesh.arguments import is_one_of
 from dualmesh.differences import differences
 from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
 from dualmesh.layout import Layout, clash
@@ -223,9 +224,9 @@ class Topology:
             SpecError: The part is unknown, or the spec does not say which axes play it.
         """
         roles = self.spec.roles
-        if isinstance(part, str) and part in roles:
+        if is_one_of(part, roles):
             return roles[part]
-        if part not in ROLES:
+        if not is_one_of(part, ROLES):
             raise SpecError(
                 f"Topology: no role {part!r}. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}", role=part
             )

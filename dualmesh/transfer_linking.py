@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dualmesh import environment
+from dualmesh.arguments import is_one_of
 from dualmesh.errors import AgreementError, ArgumentError, did_you_mean, listed
 from dualmesh.group_options import checked_timeout
 from dualmesh.registry import registry
@@ -56,7 +57,7 @@ def transfer_link(
         GroupTimeoutError: Processes did not come in time; the message names them.
     """
     where = "transfer_link"
-    if role not in SIDES:
+    if not is_one_of(role, SIDES):
         raise ArgumentError(f"{where}: role={role!r}. Allowed: {listed(SIDES)}.{did_you_mean(role, SIDES)}", role=role)
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"{where}: name={name!r}. Give a non-empty text.", name=name)

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple, get_args
 
+from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.nodes import Nodes
 from dualmesh.rank_groups import RankGroups
@@ -127,7 +128,7 @@ def transfer_plan(nodes: Iterable[tuple[Sequence[int], Sequence[int]]], buffers:
     >>> transfer_plan([([0, 1], [2, 3]), ([], [4, 5])], "Shared")
     (Transfer(sender=0, receivers=(), intra=True), Transfer(sender=1, receivers=(4,), intra=False))
     """
-    if buffers not in BUFFERS:
+    if not is_one_of(buffers, BUFFERS):
         raise ArgumentError(
             f"transfer_plan: buffers={buffers!r}. Allowed: {listed(BUFFERS)}.{did_you_mean(buffers, BUFFERS)}",
             buffers=buffers,

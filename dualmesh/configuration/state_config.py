@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualmesh import importers, presets
-from dualmesh.arguments import flag_of, items_of
+from dualmesh.arguments import flag_of, is_one_of, items_of
 from dualmesh.configuration.schema import BY_NAME, SPEC_FIELDS, canonical, hint
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.group_options import checked_options
@@ -71,7 +71,7 @@ class StateConfig:
         for name in ("async_enabled", "own_groups"):
             if getattr(self, name) is not None:
                 flag_of(where, name, getattr(self, name))
-        if self.dp_mode is not None and self.dp_mode not in DP_MODES:
+        if self.dp_mode is not None and not is_one_of(self.dp_mode, DP_MODES):
             raise ArgumentError(
                 f"{where}: dp_mode={self.dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(self.dp_mode, DP_MODES)}"
             )
@@ -182,7 +182,7 @@ def _declared(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
 
 
 def _preset(name: Any, settings: Any) -> TopologySpec:
-    if name not in PRESETS:
+    if not is_one_of(name, PRESETS):
         raise SpecError(f"preset={name!r}. Presets: {listed(PRESETS)}.{did_you_mean(name, PRESETS)}", preset=name)
     function = getattr(presets, name)
     known = list(inspect.signature(function).parameters)
@@ -196,7 +196,7 @@ def _preset(name: Any, settings: Any) -> TopologySpec:
 
 
 def _imported(name: Any, settings: Any) -> TopologySpec:
-    if name not in IMPORTERS:
+    if not is_one_of(name, IMPORTERS):
         raise SpecError(
             f"importer={name!r}. Importers: {listed(IMPORTERS)}.{did_you_mean(name, IMPORTERS)}", importer=name
         )

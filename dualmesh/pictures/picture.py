@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, RankError, did_you_mean, listed
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE, facts
 from dualmesh.pictures.files import png, svg
@@ -50,7 +51,7 @@ class Picture:
         rank: int | None = None,
         theme: Theme = "auto",
     ) -> None:
-        if theme not in THEMES:
+        if not is_one_of(theme, THEMES):
             raise ArgumentError(
                 f"draw: theme={theme!r}. Allowed: {listed(THEMES)}.{did_you_mean(theme, THEMES)}", theme=theme
             )

@@ -9,6 +9,7 @@ from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
+from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.lanes import expanded
 from dualmesh.pending import Finished
@@ -42,7 +43,7 @@ class inject(ContextDecorator):
     def __init__(
         self, name: str, *, after: str | None = None, axis: Axis | None = None, verb: str | None = None
     ) -> None:
-        if name not in FAULTS:
+        if not is_one_of(name, FAULTS):
             raise ArgumentError(
                 f"inject: no fault {name!r}. Faults: {listed(FAULTS)}.{did_you_mean(name, FAULTS)}", fault=name
             )

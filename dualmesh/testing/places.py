@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualmesh.addresses import free_port
+from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.starting import session
 from dualmesh.testing.instruments import instruments_of
@@ -59,7 +60,7 @@ def place_of(backend: str, *, env: Mapping[str, str] | None = None, processes: s
     >>> place_of("jax", env={"JAX_PLATFORMS": "cpu"}).env
     (('JAX_PLATFORMS', 'cpu'),)
     """
-    if processes not in ("one", "per rank", "none"):
+    if not is_one_of(processes, ("one", "per rank", "none")):
         raise ArgumentError(f"place_of: processes={processes!r}. Allowed: one, per rank, none.", processes=processes)
     return Place(backend, tuple(sorted((env or {}).items())), processes, tuple(path))
 
@@ -83,7 +84,7 @@ def place_named(place: str | Place) -> Place:
     """Return a place for its name; a place stays as it is. *Pure.*"""
     if isinstance(place, Place):
         return place
-    if place not in PLACES:
+    if not is_one_of(place, PLACES):
         raise ArgumentError(
             f"dualmesh.testing: no place {place!r}. Places: {listed(PLACES)}; of other backends: place_of(...)."
             f"{did_you_mean(place, PLACES)}",

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh import scope
+from dualmesh import scope, testing
+from dualmesh.configuration import StateConfig
 from dualmesh.errors import DualmeshError
 from dualmesh.registry import registry
 
@@ -232,3 +233,22 @@ def test_a_wrong_value_is_refused_with_an_error_of_dualmesh_or_accepted(call, st
                 strange[repr(value)] = f"{type(error).__name__}: {error}"
         put_back(state)
     assert strange == {}
+
+
+NAMED = {
+    "draw(theme=)": lambda value: dm.TopologySpec({"a": 2}).resolve(2).draw(theme=value),
+    "role": dm.TopologySpec({"a": 2}).resolve(2).role,
+    "StateConfig(dp_mode=)": lambda value: StateConfig(dp_mode=value),
+    "preset": lambda value: StateConfig.of({"preset": value}),
+    "importer": lambda value: StateConfig.of({"importer": value}),
+    "place_of(processes=)": lambda value: testing.place_of("sim", processes=value),
+    "run_on": lambda value: testing.run_on(value, len, world_size=1),
+    "inject": lambda value: testing.inject(value).__enter__(),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_what_must_be_one_of_some_names_may_be_anything_and_is_refused(what):
+    for value in (np.array([1, 2]), np.array("a"), ["a"], {"a": 1}, {1}, object(), 2.5):
+        with pytest.raises(DualmeshError):
+            NAMED[what](value)
