@@ -33,6 +33,8 @@ class Launch:
     """"tcp://host:port" or "env://"; None: nobody to meet."""
     by_launcher: bool = False
     """The launcher said `init_method`, not the caller: its own store may listen there."""
+    has_own_device: bool = False
+    """The launcher gives each process the device of its `local_rank`."""
     local_devices: int | None = None
     """Ranks that this process holds, where the backend lets one choose."""
     timeout_s: float | None = None

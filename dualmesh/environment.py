@@ -65,12 +65,27 @@ def launch_from(
         rank=rank,
         world_size=world_size,
         process_count=processes,
-        local_rank=number_of(said, "LOCAL_RANK", rank),
+        local_rank=local_rank_of(variables, rank),
         init_method=f"tcp://{said['MASTER_ADDR']}:{number_of(said, 'MASTER_PORT')}",
         by_launcher=True,
+        has_own_device=_is_slurms(variables),
         local_devices=local_devices,
         timeout_s=timeout_s,
     )
+
+
+def local_rank_of(variables: Mapping[str, str], rank: int) -> int:
+    """Return which of its node's processes this one is; its rank where no launcher says. *Pure.*
+
+    Raises:
+        LaunchError: What the launcher says is no integer.
+    """
+    return number_of(variables, "SLURM_LOCALID" if _is_slurms(variables) else "LOCAL_RANK", rank)
+
+
+def _is_slurms(variables: Mapping[str, str]) -> bool:
+    """Tell whether SLURM launched this process, and not torchrun inside one of SLURM's tasks."""
+    return not variables.get("RANK") and not variables.get("WORLD_SIZE") and slurm.is_step(variables)
 
 
 def _said_by_launcher(variables: Mapping[str, str]) -> Mapping[str, str]:
@@ -79,9 +94,9 @@ def _said_by_launcher(variables: Mapping[str, str]) -> Mapping[str, str]:
     Raises:
         LaunchError: They are half set.
     """
-    found = [name for name in TORCHRUN if variables.get(name)]
-    if "RANK" not in found and "WORLD_SIZE" not in found and slurm.is_step(variables):
+    if _is_slurms(variables):
         return slurm.launched(variables)
+    found = [name for name in TORCHRUN if variables.get(name)]
     missing = [name for name in TORCHRUN if name not in found]
     if found and missing:
         raise LaunchError(

@@ -24,7 +24,7 @@ def is_step(variables: Mapping[str, str]) -> bool:
 
 
 def launched(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables as a task of a step would have them; MASTER_* win where they are set. *Pure.*
+    """Return torchrun's four variables as a task of a step would have them; MASTER_* win where they are set. *Pure.*
 
     The tasks meet on the first host of the step, at a port made from the job's and the step's number.
 
@@ -35,13 +35,12 @@ def launched(variables: Mapping[str, str]) -> dict[str, str]:
     >>> launched(step)["MASTER_ADDR"], launched(step)["MASTER_PORT"]
     ('gpu07', '57358')
     """
-    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
-        if not variables.get(name, "0").isdecimal():
-            raise LaunchError(f"init_distributed: {name}={variables[name]!r} is no integer.", name=name)
+    rank = variables["SLURM_PROCID"]
+    if not rank.isdecimal():
+        raise LaunchError(f"init_distributed: SLURM_PROCID={rank!r} is no integer.", name="SLURM_PROCID")
     return {
-        "RANK": variables["SLURM_PROCID"],
+        "RANK": rank,
         "WORLD_SIZE": _first(variables, TASKS),
-        "LOCAL_RANK": variables.get("SLURM_LOCALID") or variables["SLURM_PROCID"],
         "MASTER_ADDR": variables.get("MASTER_ADDR") or _host(variables),
         "MASTER_PORT": variables.get("MASTER_PORT") or str(_port(variables)),
     }

@@ -11,7 +11,7 @@ from typing import Any
 from dualmesh import discovery
 from dualmesh.arguments import words_of
 from dualmesh.backend import Backend, Launch
-from dualmesh.environment import number_of
+from dualmesh.environment import local_rank_of
 from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.session import Session, adopted, kept, started
 from dualmesh.state import ParallelState
@@ -163,7 +163,7 @@ def _following(leader: Session, timeout_s: float | None, device_order: Any, axis
         rank=rank,
         world_size=None if several else 1,
         process_count=leader.world_size,
-        local_rank=number_of(os.environ, "LOCAL_RANK", rank),
+        local_rank=local_rank_of(os.environ, rank),
         init_method=f"tcp://{leader.driver.agreed_address(leader.world)}" if several else None,
         local_devices=1,
         timeout_s=timeout_s,

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from dualmesh import slurm
 from dualmesh.backend import Launch
 from dualmesh.environment import DETECT
 from dualmesh.errors import LaunchError, SessionError
@@ -58,7 +57,7 @@ def join(launch: Launch, timeout_s: float) -> None:
     address = coordinator(launch)
     meet(address, launch.rank, launch.process_count, timeout_s)
     place = {"coordinator_address": address, "num_processes": launch.process_count, "process_id": launch.rank}
-    only = {"local_device_ids": [launch.local_rank]} if launch.shares_devices or slurm.is_step(os.environ) else {}
+    only = {"local_device_ids": [launch.local_rank]} if launch.shares_devices or launch.has_own_device else {}
     _initialize(timeout_s, **place, **only)
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from dualmesh.environment import launch_from, timeout_s
+from dualmesh.environment import launch_from, local_rank_of, timeout_s
 from dualmesh.errors import LaunchError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -80,6 +80,7 @@ def test_tasks_of_a_step_meet_on_its_first_host(hosts, first):
     launch = launch_from({**SRUN, "SLURM_STEP_NODELIST": hosts})
     place = (launch.rank, launch.process_count, launch.local_rank, launch.init_method, launch.by_launcher)
     assert place == (3, 8, 1, f"tcp://{first}:{57344 + 2 * 4}", True)
+    assert launch.has_own_device
 
 
 def test_steps_of_one_job_meet_at_different_ports_and_master_variables_win():
@@ -93,6 +94,9 @@ def test_steps_of_one_job_meet_at_different_ports_and_master_variables_win():
 def test_torchruns_workers_in_a_task_are_not_slurms_and_one_task_or_an_allocation_is_no_world():
     launch = launch_from({**SRUN, **TORCHRUN, "SLURM_STEP_NODELIST": "a"})
     assert (launch.rank, launch.process_count) == (int(TORCHRUN["RANK"]), int(TORCHRUN["WORLD_SIZE"]))
+    assert not launch.has_own_device
+    found = [local_rank_of(variables, 5) for variables in ({}, {"LOCAL_RANK": "2"}, SRUN, {**SRUN, "RANK": "3"})]
+    assert found == [5, 2, 1, 5]
     for variables in ({**SRUN, "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "8"}):
         assert launch_from(variables).process_count == 1
 
@@ -104,6 +108,7 @@ def test_torchruns_workers_in_a_task_are_not_slurms_and_one_task_or_an_allocatio
         ({"SLURM_STEP_NODELIST": "n[x]"}, r"hosts are 'n\[x\]'"),
         ({"SLURM_JOB_ID": "seven"}, "SLURM_JOB_ID='seven'"),
         ({"SLURM_PROCID": "8"}, "rank 8 is not in a world of 8"),
+        ({"SLURM_LOCALID": "x"}, "SLURM_LOCALID='x'"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x'"),
     ],
 )
