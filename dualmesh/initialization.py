@@ -4,26 +4,21 @@ The usual axes are written in `usual`, names are kept in `registry`, worlds are 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
 from typing import Any, Literal
 
 from dualmesh import logs, scope
 from dualmesh.arguments import flag_of, is_one_of, items_of, words_of
-from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
-from dualmesh.federation import FederatedSpec
+from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.fitting import AnySpec, fitted, places_of
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import registry
-from dualmesh.resolution import whole
 from dualmesh.session import Session, session_for
-from dualmesh.spec import TopologySpec
 from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan
-from dualmesh.topology import Topology
 from dualmesh.usual import parallel_spec
 
-AnySpec = TopologySpec | GroupSpec | FederatedSpec
 DP_MODES = ("fsdp2", "fsdp1", "ddp")
 INCLUDE_SP = (
     "init_parallel_state: include_sp_in_fsdp=False is not supported: parameters are always sharded over the sequence "
@@ -171,10 +166,10 @@ def init_parallel_states(
         )
     options = checked_options(group_options)
     with registry.lock, session_for(backend) as current:
-        places = _places(ranks, current)
+        places = places_of(ranks, current.world_size)
         plans = {
             name: StatePlan(
-                topology=_fitted(name, wanted[name], places, current),
+                topology=fitted(name, wanted[name], places, current.world_size),
                 ranks=places,
                 backend=current.backend,
                 device_type=device_type or current.world.device_type,
@@ -241,55 +236,6 @@ def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not name:
         raise ArgumentError(f"init_parallel_state: {name!r} is no name. Names are non-empty strings.", name=name)
     return name
-
-
-def _places(ranks: Iterable[int] | None, current: Session) -> tuple[int, ...] | None:
-    """Return the session ranks of a state in grid order, or None for all of them in order."""
-    if ranks is None:
-        return None
-    places = items_of("init_parallel_state", "ranks", ranks)
-    numbers = [whole(rank) for rank in places]
-    world = range(current.world_size)
-    bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
-    if bad or len(set(numbers)) < len(places) or not places:
-        raise ArgumentError(
-            f"init_parallel_state: ranks={places!r}. They must be different ranks of the session, "
-            f"0..{current.world_size - 1}, at least one. Not allowed: {_fault(places, bad)}.",
-            ranks=places,
-        )
-    kept = tuple(number for number in numbers if number is not None)
-    return None if kept == tuple(range(current.world_size)) else kept
-
-
-def _fault(places: tuple[Any, ...], bad: list[Any]) -> str:
-    if not places:
-        return "none at all"
-    return str(listed(bad)) if bad else "naming a rank twice"
-
-
-def _fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, current: Session) -> Topology:
-    """Resolve a spec for the ranks that the state is over."""
-    if isinstance(spec, FederatedSpec):
-        size = current.world_size if places is None else len(places)
-        return spec.resolve(size).group_spec().resolve(size)
-    if places is not None:
-        try:
-            return spec.resolve(len(places))
-        except SpecError as error:
-            words = f"init_parallel_state: {name!r} over ranks={places!r}, which are its world: {error}"
-            raise SpecError(words, problems=error.problems) from None
-    if isinstance(spec, GroupSpec) or not whole(spec.rank_offset):
-        return spec.resolve(current.world_size)
-    sizes = [whole(size) or 0 for size in spec.axes.values()]
-    rest = current.world_size - spec.rank_offset
-    topology = spec.resolve(max(rest, 1) if -1 in sizes else max(prod(sizes), 1))
-    if topology.world_size > rest:
-        raise ArgumentError(
-            f"init_parallel_state: {name!r} has {topology.world_size} ranks from rank {spec.rank_offset}, but the "
-            f"session has {current.world_size} ranks. Lower rank_offset or the sizes.",
-            name=name,
-        )
-    return topology
 
 
 def get_parallel_state_by_name(name: str) -> ParallelState:

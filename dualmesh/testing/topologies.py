@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from dualmesh.errors import ArgumentError
-from dualmesh.initialization import AnySpec
+from dualmesh.fitting import AnySpec
 from dualmesh.rank_groups import RankGroups
 from dualmesh.spec import TopologySpec
 from dualmesh.topology import Topology

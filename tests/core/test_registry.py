@@ -203,3 +203,12 @@ def test_a_process_of_several_ranks_is_the_writer_where_one_of_them_is(world):
     assert state.is_writer()
     other = dm.init_parallel_state(dp_size=4, ranks=[4, 5, 6, 7], name="other")
     assert other.is_writer("dp")
+
+
+def test_sizes_that_do_not_fit_the_listed_ranks_are_refused_with_the_list():
+    with dm.session(backend="sim", world_size=8):
+        for spec in (dm.parallel_spec(dp_size=8), dm.FederatedSpec((4, 4))):
+            with pytest.raises(SpecError, match=r"'some' over ranks=\(2, 5\), which are its world: "):
+                dm.init_parallel_state(spec=spec, ranks=[2, 5], name="some")
+        with pytest.raises(SpecError, match=r"^Topology: "):
+            dm.init_parallel_state(tp_size=3)
