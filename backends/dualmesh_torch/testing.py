@@ -28,6 +28,9 @@ and no cycle of Python objects holds it."""
 class Instruments(instruments.Instruments):
     """DTensors, autograd hooks and process groups."""
 
+    def __init__(self) -> None:
+        self._kept_threads = 0
+
     def held(self, state: ParallelState, x: Any) -> list[instruments.Held]:
         if not isinstance(x, DTensor):
             raise ShardingError(f"found a {type(x).__qualname__}, which no rank shares. Give a DTensor.", found=type(x))
@@ -59,9 +62,6 @@ class Instruments(instruments.Instruments):
     def leave_together(self) -> None:
         if dist.is_initialized():
             dist.barrier()
-
-    def __init__(self) -> None:
-        self._kept_threads = 0
 
     def ended(self) -> None:
         if _polling_threads() > self._kept_threads + SPARE_THREADS:

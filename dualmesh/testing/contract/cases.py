@@ -117,7 +117,7 @@ def _laid_over(axis: Any, n: int) -> list[Case]:
     laid += [("reduce_scatter", {"dim": 1}), ("all_reduce", {"op": "sum"}), ("shift", {"offset": 1})]
     laid += [("take_block", {"dim": 1}), ("permute", {"pairs": ((0, n - 1),)})]
     around = tuple(tuple((n - 1) * (j == (i + 1) % n) for j in range(n)) for i in range(n))
-    if axis == "a":  # these move blocks as all_reduce and all_to_all do, which are laid out along every axis
+    if axis == "a":  # these move blocks as all_reduce and all_to_all do, which are laid out along the others too
         laid += [("leave", {}), ("ragged_all_to_all", {"counts": around, "rows": n})]
     kinds = ("transposed", "strided", "expanded")
     shape = (n, 2 * n, 3 * n)
