@@ -5,6 +5,7 @@ What a collective does to arrays is in the backends (`verbs.Collectives`); argum
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dualmesh.errors import NotDifferentiableError
@@ -23,6 +24,11 @@ class Call:
 
     def __getitem__(self, setting: str) -> Any:
         return dict(self.settings)[setting]
+
+    @cached_property
+    def backward(self) -> "Call":
+        """`gradient` of it, written down once."""
+        return gradient(self)
 
 
 def call(verb: str, axis: Axis, size: int, *, scale: float = 1.0, **settings: Any) -> Call:
@@ -103,6 +109,11 @@ def _permute(forward: Call) -> Call:
     return call("permute", forward.axis, forward.size, pairs=pairs, scale=forward.scale)
 
 
+def _shift(forward: Call) -> Call:
+    step, wrap = -forward["step"], forward["wrap"]
+    return call("shift", forward.axis, forward.size, step=step, wrap=wrap, scale=forward.scale)
+
+
 def _ragged_all_to_all(forward: Call) -> Call:
     return call(
         "ragged_all_to_all",
@@ -132,6 +143,7 @@ _TRANSPOSES: dict[str, Callable[[Call], Call]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
     "permute": _permute,
+    "shift": _shift,
     "ragged_all_to_all": _ragged_all_to_all,
     "take_block": _take_block,
     "place_block": _place_block,

@@ -50,6 +50,7 @@ class ParallelState(SeedAttributes, ABC):
     Attributes:
         group: `group(axis)` returns the native group of an axis for this rank, never None. Local.
         names: The names under which the state is registered, first one first.
+        regular_sizes: {name: size} of the named axes whose groups are all of one size. Combined axes are not in it.
     """
 
     backend: ClassVar[str]
@@ -66,6 +67,7 @@ class ParallelState(SeedAttributes, ABC):
         self.topology: Topology = plan.topology
         self.world_size: int = plan.topology.size("world")
         self.axis_names: tuple[str, ...] = plan.topology.axis_names
+        self.regular_sizes = {name: layout.size for name, layout in plan.topology.layouts.items()}
         self.names: list[str] = []
         self._positions = None if plan.ranks is None else {rank: place for place, rank in enumerate(plan.ranks)}
         self._groups = AxisTable(self._group_for)

@@ -28,8 +28,8 @@ class Collectives(ABC):
 
     `reduce` and `place_block`, which the table also names, are for backends that write their backward by hand.
 
-    Dims are non-negative, sizes divide, axes exist and have size > 1 (`permute`, `take_block` and `axis_index` also
-    come with size 1). Inputs may be non-contiguous. The result never shares memory with the input.
+    Dims are non-negative, sizes divide, axes exist and have size > 1 (`permute`, `shift`, `take_block` and
+    `axis_index` also come with size 1). Inputs may be non-contiguous. The result never shares memory with the input.
     """
 
     @abstractmethod
@@ -65,6 +65,11 @@ class Collectives(ABC):
     @abstractmethod
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Send each pair's src block to its dst; indices that no pair names as dst get zeros."""
+
+    def shift(self, x: Any, axis: Axis, *, step: int, wrap: bool, size: int) -> Any:
+        """Send each block `step` indices on, around the end where `wrap`; `size` is the axis'. Here by `permute`."""
+        targets = [(src, (src + step) % size if wrap else src + step) for src in range(size)]
+        return self.permute(x, axis, pairs=tuple((src, dst) for src, dst in targets if 0 <= dst < size))
 
     @abstractmethod
     def ragged_all_to_all(

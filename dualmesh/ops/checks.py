@@ -9,7 +9,7 @@ from typing import Any
 from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
 from dualmesh.resolution import whole
-from dualmesh.scope import current_scope
+from dualmesh.scope import current_scope, get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -28,20 +28,27 @@ UNEQUAL = (
 
 
 def resolved(
-    where: str, axis: Axis | list[str], state: ParallelState | None, *, unequal: bool = False
+    where: str, axis: Any, state: ParallelState | None, *, unequal: bool = False
 ) -> tuple[ParallelState, Axis, int]:
     """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*
 
     Args:
         unequal: Whether one program can do this for groups of different sizes; the largest is returned then.
     """
-    owner = meant(where, state)
+    owner = get_parallel_state() if state is None else meant(where, state)
+    size = owner.regular_sizes.get(axis) if type(axis) is str else None
+    if size is None:
+        axis, size = _looked_up(where, owner, axis, state, unequal=unequal)
+    owner.require_ready(where)
+    return owner, axis, size
+
+
+def _looked_up(
+    where: str, owner: ParallelState, axis: Any, state: ParallelState | None, *, unequal: bool
+) -> tuple[Axis, int]:
+    """Return an axis that is no regular named one, or refuse it, and its size, the largest of several."""
     if isinstance(axis, list):
         axis = tuple(axis)
-    layout = owner.topology.layouts.get(axis) if type(axis) is str else None
-    if layout is not None:
-        owner.require_ready(where)
-        return owner, axis, layout.size
     _check_axis(where, owner, axis, state)
     owner.require_ready(where)
     sizes = _sizes(where, owner, axis)
@@ -49,7 +56,7 @@ def resolved(
         raise ShapeError(
             UNEQUAL.format(where=where, axis=axis, label=owner.label, sizes=listed(sizes)), axis=axis, sizes=sizes
         )
-    return owner, axis, max(sizes)
+    return axis, max(sizes)
 
 
 def _sizes(where: str, owner: ParallelState, axis: Axis) -> tuple[int, ...]:
@@ -58,6 +65,11 @@ def _sizes(where: str, owner: ParallelState, axis: Axis) -> tuple[int, ...]:
         return owner.sizes_here(axis)
     except MembershipError as error:
         raise MembershipError(f"{where}: {owner.label}. {error}", state=owner, axis=axis, rank=error.rank) from None
+
+
+def least_size(owner: ParallelState, axis: Axis, size: int) -> int:
+    """Return the size of the smallest group that this code runs in, of a checked axis and its largest size. *Pure.*"""
+    return size if size == 1 or axis in owner.regular_sizes else owner.sizes_here(axis)[0]
 
 
 def _check_axis(where: str, owner: ParallelState, axis: Axis, state: ParallelState | None) -> None:
@@ -81,7 +93,11 @@ def admitted(
     where: str, x: Any, axis: Axis, state: ParallelState | None, *, unequal: bool = False
 ) -> tuple[ParallelState, Axis, int, str]:
     """Return the state, the axis, its size and the kind of the dtype of `x` ("float" where nothing moves). *Local.*"""
-    owner, axis, size = resolved(where, axis, state, unequal=unequal)
+    owner = get_parallel_state() if state is None else meant(where, state)
+    size = owner.regular_sizes.get(axis) if type(axis) is str else None
+    if size is None:
+        axis, size = _looked_up(where, owner, axis, state, unequal=unequal)
+    owner.require_ready(where)
     return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
 
 
@@ -101,7 +117,7 @@ def check_reduction(where: str, op: str, kind: str, allowed: dict[str, tuple[str
 def checked_dim(where: str, x: Any, dim: int) -> int:
     """Return a dim of `x` counted from 0, or refuse it. *Pure.*"""
     dims = len(x.shape)
-    number = whole(dim)
+    number = dim if type(dim) is int else whole(dim)
     if number is None or not -dims <= number < dims:
         allowed = f"Dims are {-dims}..{dims - 1}." if dims else "It has no dims: reshape it to (1,) first."
         raise ShapeError(
@@ -130,6 +146,8 @@ def divided(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
 
 def checked_index(where: str, name: str, value: Any, axis: Axis, size: int) -> int:
     """Return an index of an axis as an int, or refuse it. *Pure.*"""
+    if type(value) is int and 0 <= value < size:
+        return value
     index = whole(value)
     if index is None or not 0 <= index < size:
         raise ArgumentError(

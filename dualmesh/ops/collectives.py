@@ -9,7 +9,16 @@ from typing import Any
 
 from dualmesh.arguments import flag_of, items_of
 from dualmesh.errors import ArgumentError, listed
-from dualmesh.ops.checks import KINDS, admitted, check_reduction, checked_dim, checked_index, divided, resolved
+from dualmesh.ops.checks import (
+    KINDS,
+    admitted,
+    check_reduction,
+    checked_dim,
+    checked_index,
+    divided,
+    least_size,
+    resolved,
+)
 from dualmesh.pending import Finished, Pending
 from dualmesh.resolution import whole
 from dualmesh.state import ParallelState
@@ -98,7 +107,7 @@ def broadcast(x: Any, axis: Axis, src: int = 0, *, state: ParallelState | None =
         src: An index of the axis, 0..size-1, not a global rank.
     """
     owner, axis, size, _ = admitted("ops.broadcast", x, axis, state, unequal=True)
-    src = checked_index("ops.broadcast", "src", src, axis, owner.sizes_here(axis)[0])
+    src = checked_index("ops.broadcast", "src", src, axis, least_size(owner, axis, size))
     return x if size == 1 else owner.collectives.broadcast(x, axis, src=src)
 
 
@@ -109,12 +118,13 @@ def shift(x: Any, axis: Axis, offset: int = 1, wrap: bool = True, *, state: Para
     """
     where = "ops.shift"
     owner, axis, size, _ = admitted(where, x, axis, state)
-    step = whole(offset)
+    step = offset if type(offset) is int else whole(offset)
     if step is None:
         raise ArgumentError(f"{where}: offset={offset!r} is no integer.", offset=offset)
-    wrap = flag_of(where, "wrap", wrap)
-    targets = [(src, (src + step) % size if wrap else src + step) for src in range(size)]
-    return _permuted(owner, x, axis, size, tuple((src, dst) for src, dst in targets if 0 <= dst < size))
+    wrap = wrap is True or flag_of(where, "wrap", wrap)
+    if wrap:
+        step %= size
+    return x if step == 0 else owner.collectives.shift(x, axis, step=step, wrap=wrap, size=size)
 
 
 def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: ParallelState | None = None) -> Any:
@@ -130,7 +140,7 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
     """
     where = "ops.permute"
     owner, axis, size, _ = admitted(where, x, axis, state, unequal=True)
-    least = size if size == 1 else owner.sizes_here(axis)[0]
+    least = least_size(owner, axis, size)
     checked = []
     for pair in items_of(where, "pairs", pairs):
         indices = items_of(where, "pairs", pair)

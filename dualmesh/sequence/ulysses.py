@@ -9,7 +9,7 @@ from typing import Any
 from dualmesh import ops
 from dualmesh.errors import ShapeError
 from dualmesh.lazy import array_api_compat
-from dualmesh.ops.checks import checked_dim
+from dualmesh.ops.checks import checked_dim, resolved
 from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -38,7 +38,7 @@ def gather_seq_scatter_heads(
     """
     where = "sequence.gather_seq_scatter_heads"
     seq_dim, head_dim = _two_dims(where, x, seq_dim, head_dim)
-    size = ops.axis_size(axis, state=state)
+    _, axis, size = resolved(where, axis, state)
     x = _repeated_heads(where, x, head_dim, size, axis)
     x = ops.all_to_all(x, axis, split_dim=head_dim, concat_dim=seq_dim, state=state)
     return x if unpadded_length is None else unpad_sequence(x, seq_dim, unpadded_length)

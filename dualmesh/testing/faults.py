@@ -16,7 +16,7 @@ from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives
 
-MOVING = ("all_gather", "all_to_all", "broadcast", "permute", "ragged_all_to_all")
+MOVING = ("all_gather", "all_to_all", "broadcast", "permute", "shift", "ragged_all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter", "leave")
 
 
@@ -61,11 +61,14 @@ def _grad_times(factor: Callable[[Called], float]) -> Callable[[Called], Any]:
 
 
 def _sent_on(called: Called) -> Any:
-    """A permutation whose gradient goes on instead of back."""
+    """A permutation or shift whose gradient goes on instead of back."""
     y = called.cut(called.done())
     if not called.is_float:
         return y
-    back = called.done(pairs=tuple((dst, src) for src, dst in called.settings["pairs"]))
+    if called.verb == "shift":
+        back = called.done(step=-called.settings["step"])
+    else:
+        back = called.done(pairs=tuple((dst, src) for src, dst in called.settings["pairs"]))
     return y + (back - called.cut(back))
 
 
@@ -158,7 +161,7 @@ FAULTS = {
         part="sequence",
     ),
     "grad_wrong_factor": Fault("gradients come multiplied by 1.5", _EVERY, _grad_times(lambda c: 1.5)),
-    "grad_wrong_way": Fault("gradients of permutations go on instead of back", ("permute",), _sent_on),
+    "grad_wrong_way": Fault("gradients of permutations go on instead of back", ("permute", "shift"), _sent_on),
     "grad_not_summed": Fault("the gradient of `enter` is not summed", ("enter",), lambda c: c.x),
     "swap_ranks": Fault("indices 0 and 1 are swapped", MOVING, _swapped),
     "drop_last_shard": Fault("the last index brings zeros", (*MOVING, *SUMMING), _without_last),

@@ -23,6 +23,9 @@ VERBS = [
     ("reduce", {"src": 1}),
     ("permute", {"pairs": ((0, 1),)}),
     ("permute", {"pairs": ((0, 1), (1, 2), (2, 0))}),
+    ("shift", {"step": 1, "wrap": True}),
+    ("shift", {"step": -3, "wrap": True}),
+    ("shift", {"step": 1, "wrap": False}),
     ("take_block", {"dim": 1}),
     ("place_block", {"dim": 1}),
 ]
@@ -30,7 +33,8 @@ VERBS = [
 
 def carried_out(one, x):
     collectives = dm.get_parallel_state().collectives
-    return one.scale * getattr(collectives, one.verb)(x, one.axis, **dict(one.settings))
+    size = {"size": one.size} if one.verb == "shift" else {}
+    return one.scale * getattr(collectives, one.verb)(x, one.axis, **dict(one.settings), **size)
 
 
 def inner_products(world, forward, adjoint):
@@ -81,6 +85,7 @@ def test_transpose_of_the_transpose_is_the_collective(verb, settings):
         (call("broadcast", "a", 2, src=0), call("all_reduce", "a", 2, op="sum")),
         (call("broadcast", "a", 2, src=0), call("reduce", "a", 2, src=1)),
         (call("permute", "a", 2, pairs=((0, 1),)), call("permute", "a", 2, pairs=((0, 1),))),
+        (call("shift", "a", 2, step=1, wrap=False), call("shift", "a", 2, step=1, wrap=False)),
         (call("take_block", "a", 2, dim=0), call("all_gather", "a", 2, dim=0)),
     ],
     ids=str,

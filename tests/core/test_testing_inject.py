@@ -14,14 +14,15 @@ OPS = {
     "all_gather": lambda x: dm.ops.all_gather(x, "sp"),
     "all_reduce": lambda x: dm.ops.all_reduce(x, "sp"),
     "permute": lambda x: dm.ops.permute(x, "sp", [(0, 1), (1, 2), (2, 3), (3, 0)]),
+    "shift": lambda x: dm.ops.shift(x, "sp"),
     "enter": lambda x: dm.ops.enter(x, "sp") * (1.0 + dm.ops.axis_index("sp")),
 }
 
 
 def all_broken():
-    """Return, by fault, (value, gradient) of an op without it, with it, and after it, in a program compiled before."""
+    """Return, by fault and op, (value, gradient) without it, with it, and after it, in a program compiled before."""
     state = dm.init_parallel_state(ulysses_size=4)
-    return {fault: broken(state, fault, verb) for fault, verb, _ in CASES}
+    return {(fault, verb): broken(state, fault, verb) for fault, verb, _ in CASES}
 
 
 def broken(state, fault, verb):
@@ -50,6 +51,7 @@ CASES = [
     ("grad_times_sp", "all_gather", False),
     ("grad_wrong_factor", "all_gather", False),
     ("grad_wrong_way", "permute", False),
+    ("grad_wrong_way", "shift", False),
     ("grad_not_summed", "enter", False),
     ("swap_ranks", "all_gather", True),
     ("drop_last_shard", "all_gather", True),
@@ -63,10 +65,10 @@ def measured():
     return {place: run_on(place, all_broken, world_size=4, timeout_s=240) for place in ("torch", "jax_x64")}
 
 
-@pytest.mark.parametrize(("fault", "changes_value"), [(fault, changes) for fault, _, changes in CASES])
-def test_a_fault_breaks_what_it_says_and_nothing_stays_broken(measured, fault, changes_value):
+@pytest.mark.parametrize(("fault", "verb", "changes_value"), CASES)
+def test_a_fault_breaks_what_it_says_and_nothing_stays_broken(measured, fault, verb, changes_value):
     for place, ranks in measured.items():
-        for right, wrong, after in (found[fault] for found in ranks):
+        for right, wrong, after in (found[fault, verb] for found in ranks):
             assert (abs(wrong[0] - right[0]) > 1e-6 * abs(right[0])) == changes_value, place
             assert np.abs(wrong[1] - right[1]).max() > 1e-6, place
             np.testing.assert_array_equal(after[1], right[1], err_msg=place)

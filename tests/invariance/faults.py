@@ -13,10 +13,10 @@ def broken(name):
     return inject(fault, **settings)
 
 
-VERBS = ("all_gather", "all_to_all", "ragged_all_to_all", "all_reduce", "leave", "take_block", "permute")
+VERBS = ("all_gather", "all_to_all", "ragged_all_to_all", "all_reduce", "leave", "take_block", "shift")
 FAULTS = {
     **{f"{verb}: wrong factor": ("grad_wrong_factor", {"verb": verb}) for verb in VERBS},
-    "permute: wrong way": ("grad_wrong_way", {}),
+    "shift: wrong way": ("grad_wrong_way", {}),
     "enter: no sum": ("grad_not_summed", {}),
     "ring: stale maximum": ("stale_maximum", {}),
     "token_mean: own total": ("own_total", {}),

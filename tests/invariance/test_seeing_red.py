@@ -18,8 +18,8 @@ ON_TORCH = [
     ("plain", ULYSSES, "leave: wrong factor"),
     ("plain", ULYSSES, "enter: no sum"),
     ("plain", ULYSSES, "take_block: wrong factor"),
-    ("plain", RING, "permute: wrong factor"),
-    ("plain", RING, "permute: wrong way"),
+    ("plain", RING, "shift: wrong factor"),
+    ("plain", RING, "shift: wrong way"),
     ("plain", RING, "ring: stale maximum"),
     ("plain", TENSOR, "token_mean: own total"),
     ("plain", TENSOR, "sync_gradients: mean"),
@@ -27,7 +27,7 @@ ON_TORCH = [
 ]
 ON_JAX = [
     ("jax", ULYSSES, "all_gather: wrong factor"),
-    ("jax", RING, "permute: wrong way"),
+    ("jax", RING, "shift: wrong way"),
     ("jax", ULYSSES, "ragged_all_to_all: wrong factor"),
     ("jax", TENSOR, "token_mean: own total"),
 ]
