@@ -4,6 +4,7 @@ What moves is in `eager`, for compiled code in `traced`, and with other work mea
 """
 
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.debugging import call_site, switch
 from dualmesh.errors import ArrayTypeError
-from dualmesh.op_table import Call, call, gradient
+from dualmesh.op_table import Call, call
 from dualmesh.pending import Pending
 from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
@@ -80,6 +81,9 @@ class TorchCollectives(Collectives):
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         return self._applied("permute", x, axis, {"pairs": pairs})
 
+    def shift(self, x: Any, axis: Axis, *, step: int, wrap: bool, size: int) -> Any:
+        return self._applied("shift", x, axis, {"step": step, "wrap": wrap})
+
     def ragged_all_to_all(
         self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int
     ) -> Any:
@@ -115,22 +119,29 @@ class TorchCollectives(Collectives):
 
     def _applied(self, verb: str, x: Tensor, axis: Axis, settings: dict[str, Any]) -> Tensor:
         party: Party = self._parties[axis]
+        if torch.compiler.is_compiling():
+            return traced.applied(verb, x, axis, party, settings)
         if x.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _apply(x, call(verb, axis, party.size, **settings), party)
+            found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party)
             return found
         return _moved(verb, x, party, settings)
 
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
-    if torch.compiler.is_compiling():
-        return traced.VERBS[verb](resolved(x), party, **settings)
+    if x.is_neg() or x.is_conj():
+        x = resolved(x)
     if switch.on:
         exchanges.compare(f"ops.{verb}", party, x, _forward.site, **settings)
     try:
-        return eager.VERBS[verb](resolved(x), party, **settings)
+        return eager.VERBS[verb](x, party, **settings)
     except RuntimeError as error:
         exchanges.refuse_failure(f"ops.{verb}", party, error)
         raise
+
+
+def _carried_out(x: Tensor, what: Call, party: Party) -> Tensor:
+    found = _moved(what.verb, x, party, dict(what.settings))
+    return found if what.scale == 1.0 else found * what.scale
 
 
 class _Forward(threading.local):
@@ -143,27 +154,25 @@ class _Forward(threading.local):
 _forward = _Forward()
 
 
-def _backward(cotangent: Tensor, forward: Call, party: Party, site: str | None) -> Tensor:
+def _backward(ctx: Any, cotangent: Tensor) -> Tensor:
+    forward, party, site = ctx.held
+    if torch.compiler.is_compiling():
+        return traced.backward(cotangent, forward, party)
     # The graph of a gradient is kept only where gradients of gradients are asked for.
     run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
     if site is None:
-        found: Tensor = run(cotangent, gradient(forward), party)
+        found: Tensor = run(cotangent, forward.backward, party)
         return found
-    _forward.site = f"the backward of {site}"
+    _forward.site = site
     try:
-        return run(cotangent, gradient(forward), party)
+        return run(cotangent, forward.backward, party)
     finally:
         _forward.site = None
 
 
-def _site() -> str | None:
-    """Return the line to remember for backward, or None."""
-    return call_site("torch") if not torch.compiler.is_compiling() and switch.on else None
-
-
-def _carried_out(x: Tensor, what: Call, party: Party) -> Tensor:
-    found = _moved(what.verb, x, party, dict(what.settings))
-    return found if what.scale == 1.0 else found * what.scale
+def _held(forward: Call, party: Party) -> tuple[Call, Party, str | None]:
+    """Return what backward needs: in debug mode, with the line that it is the backward of."""
+    return forward, party, f"the backward of {call_site('torch')}" if switch.on else None
 
 
 class _Linear(torch.autograd.Function):
@@ -171,13 +180,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
-        ctx.call, ctx.party, ctx.site = forward, party, _site()
+        ctx.held = _held(forward, party)
         return _carried_out(x, forward, party)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
-        (cotangent,) = cotangents
-        return _backward(cotangent, ctx.call, ctx.party, ctx.site), None, None
+        return _backward(ctx, *cotangents), None, None
 
 
 class _Arrived(torch.autograd.Function):
@@ -185,14 +193,14 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor) -> Tensor:
-        ctx.call, ctx.party, ctx.site = forward, party, _site()
+        ctx.held = _held(forward, party)
         return result
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
-        (cotangent,) = cotangents
-        return _backward(cotangent, ctx.call, ctx.party, ctx.site), None, None, None
+        return _backward(ctx, *cotangents), None, None, None
 
 
 _apply: Any = _Linear.apply
 _arrived: Any = _Arrived.apply
+_call = lru_cache(1024)(call)

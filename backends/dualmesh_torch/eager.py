@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
-from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.dtypes import CARRIED, carried, summable, summable_copy, uncarried, unsummable, wire
 from dualmesh_torch.party import Party
 from dualmesh_torch.ragged import Counts
 
@@ -29,9 +29,7 @@ OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
     """Reduce elementwise."""
-    total = summable("ops.all_reduce", x)
-    if total.data_ptr() == x.data_ptr():
-        total = total.clone()
+    total = summable_copy("ops.all_reduce", x)
     if total.numel():
         dist.all_reduce(total, OPS[op], group=party.group)
     if op == "mean":
@@ -52,10 +50,10 @@ def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
 
 def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
     """Reduce, keep block `index`."""
-    blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
-    total = blocks.new_empty(blocks.shape[1:])
+    blocks = summable("ops.reduce_scatter", x if dim == 0 else fronted(x, dim, party.size).flatten(0, 1))
+    total = blocks.new_empty((blocks.shape[0] // party.size, *blocks.shape[1:]))
     if total.numel():
-        scatter(total.view(-1), blocks.view(-1), _SUM, group=party.group)
+        scatter(total, blocks, _SUM, group=party.group)
     if op == "mean":
         total.div_(party.size)
     return unsummable(total, x.dtype)
@@ -66,7 +64,7 @@ def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> T
     sent = fronted(x, split_dim, party.size).contiguous()
     found = torch.empty_like(sent)
     if sent.numel():
-        dist.all_to_all_single(_flat(found), _flat(sent), group=party.group)
+        dist.all_to_all_single(wire(found), wire(sent), group=party.group)
     return joined(found, concat_dim)
 
 
@@ -75,15 +73,13 @@ def broadcast(x: Tensor, party: Party, *, src: int) -> Tensor:
     is_source = party.index == src
     found = (torch.clone if is_source else torch.empty_like)(x, memory_format=torch.contiguous_format)
     if x.numel():
-        dist.broadcast(_flat(found), group=party.group, group_src=src)
+        dist.broadcast(wire(found), group=party.group, group_src=src)
     return found
 
 
 def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
     """Sum to index `src`, zeros elsewhere: the transpose of `broadcast`."""
-    total = summable("ops.broadcast", x)
-    if total.data_ptr() == x.data_ptr():
-        total = total.clone()
+    total = summable_copy("ops.broadcast", x)
     if total.numel():
         dist.reduce(total, op=_SUM, group=party.group, group_dst=src)
     return unsummable(total if party.index == src else total.zero_(), x.dtype)
@@ -91,29 +87,37 @@ def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
 
 def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
     """Send to a pair's dst, receive from a pair's src, zeros where there is none."""
-    target = next((dst for src, dst in pairs if src == party.index), None)
-    source = next((src for src, dst in pairs if dst == party.index), None)
+    target, source = dict(pairs).get(party.index), {dst: src for src, dst in pairs}.get(party.index)
+    return _sent(x, party, target, source)
+
+
+def shift(x: Tensor, party: Party, *, step: int, wrap: bool) -> Tensor:
+    """Send `step` indices on, around the end or zeros where nothing comes."""
+    return _sent(x, party, party.at(party.index + step, wrap), party.at(party.index - step, wrap))
+
+
+def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
     if source == party.index:
         return x.clone(memory_format=torch.contiguous_format)
-    make = torch.zeros_like if source is None else torch.empty_like
-    found = make(x, memory_format=torch.contiguous_format)
+    sent = x.contiguous()
+    into = found = torch.zeros_like(sent) if source is None else torch.empty_like(sent)
     if not x.numel():
         return found
-    sent = x.contiguous()
     if not party.is_gloo:
-        return _permuted_by_all(sent, found, party, target, source)
-    works: list[Any] = []
-    if source is not None:
-        works.append(dist.irecv(_flat(found), group=party.group, group_src=source))
-    if target is not None:
-        works.append(dist.isend(_flat(sent), group=party.group, group_dst=target))
-    for work in works:
-        work.wait()
+        return _sent_by_all(sent, found, party, target, source)
+    if x.dtype not in CARRIED:
+        sent, into = wire(sent), wire(found)
+    leaving: Any = None if target is None else dist.isend(sent, group=party.group, group_dst=target)
+    arriving: Any = None if source is None else dist.irecv(into, group=party.group, group_src=source)
+    if arriving is not None:
+        arriving.wait()
+    if leaving is not None:
+        leaving.wait()
     return found
 
 
-def _permuted_by_all(sent: Tensor, found: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
-    """Permute by an exchange that every index takes part in: NCCL sets up its communicator with all of them."""
+def _sent_by_all(sent: Tensor, found: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
+    """Send by an exchange that every index takes part in: NCCL sets up its communicator with all of them."""
     count = _flat(sent).numel()
     out = [count if index == source else 0 for index in range(party.size)]
     into = [count if index == target else 0 for index in range(party.size)]
@@ -142,6 +146,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "broadcast": broadcast,
     "reduce": reduce,
     "permute": permute,
+    "shift": shift,
     "ragged_all_to_all": partial(ragged.all_to_all, traded),
     "enter": pair.enter,
     "leave": partial(pair.leave, all_reduce),

@@ -38,6 +38,12 @@ class Party:
         self.state = state
         self.axis = axis
 
+    def at(self, index: int, wrap: bool) -> int | None:
+        """Return an index counted around the end, or None where there is none."""
+        if wrap:
+            return index % self.size
+        return index if 0 <= index < self.size else None
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the world in the group, in index order."""

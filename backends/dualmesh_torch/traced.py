@@ -1,16 +1,19 @@
 """The collectives of `op_table` in compiled code: functional operators, which torch.compile takes into its graph.
 
-Outside compiled code `eager` takes their place; gradients are in `collectives`.
+Outside compiled code `eager` and the gradients in `collectives` take their place.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
+from dualmesh.op_table import Call, call, gradient
+from dualmesh.topology import Axis
 from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
-from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.dtypes import carried, resolved, summable, uncarried, unsummable
 from dualmesh_torch.eager import Pairs
 from dualmesh_torch.party import Party
 from dualmesh_torch.private import FUNCTIONAL
@@ -78,6 +81,15 @@ def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
     """Send to a pair's dst, receive from a pair's src, zeros where there is none."""
     target = next((dst for src, dst in pairs if src == party.index), None)
     source = next((src for src, dst in pairs if dst == party.index), None)
+    return _sent(x, party, target, source)
+
+
+def shift(x: Tensor, party: Party, *, step: int, wrap: bool) -> Tensor:
+    """Send `step` indices on, around the end or zeros where nothing comes."""
+    return _sent(x, party, party.at(party.index + step, wrap), party.at(party.index - step, wrap))
+
+
+def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
     if not x.numel():
         return x.clone()
     if party.size == 1:
@@ -120,7 +132,46 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "broadcast": broadcast,
     "reduce": reduce,
     "permute": permute,
+    "shift": shift,
     "ragged_all_to_all": partial(ragged.all_to_all, traded),
     "enter": pair.enter,
     "leave": partial(pair.leave, _summed_apart),
 }
+
+
+def applied(verb: str, x: Tensor, axis: Axis, party: Party, settings: dict[str, Any]) -> Tensor:
+    """Return what a collective makes of a block, with its gradient. *Collective over the party.*"""
+    if x.requires_grad and torch.is_grad_enabled():
+        found: Tensor = _apply(x, call(verb, axis, party.size, **settings), party)
+        return found
+    return VERBS[verb](resolved(x), party, **settings)
+
+
+def backward(cotangent: Tensor, forward: Call, party: Party) -> Tensor:
+    """Return the cotangent of what a collective was given. *Collective over the party.*"""
+    # The graph of a gradient is kept only where gradients of gradients are asked for.
+    run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
+    found: Tensor = run(cotangent, gradient(forward), party)
+    return found
+
+
+def _carried_out(x: Tensor, what: Call, party: Party) -> Tensor:
+    found = VERBS[what.verb](resolved(x), party, **dict(what.settings))
+    return found if what.scale == 1.0 else found * what.scale
+
+
+class _Linear(torch.autograd.Function):
+    """Any collective and, as its gradient, the one that the op table names."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
+        ctx.call, ctx.party = forward, party
+        return _carried_out(x, forward, party)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        (cotangent,) = cotangents
+        return backward(cotangent, ctx.call, ctx.party), None, None
+
+
+_apply: Any = _Linear.apply
