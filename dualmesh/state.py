@@ -50,7 +50,7 @@ class ParallelState(SeedAttributes, ABC):
     Attributes:
         group: `group(axis)` returns the native group of an axis for this rank, never None. Local.
         names: The names under which the state is registered, first one first.
-        regular_sizes: {name: size} of the named axes whose groups are all of one size. Combined axes are not in it.
+        regular_sizes: {name: size} of the named axes whose groups are all of one size. Tuples of names are not in it.
     """
 
     backend: ClassVar[str]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 Tensor = torch.Tensor
+_STRIDED = torch.strided
 
 
 class TorchCollectives(Collectives):
@@ -44,7 +45,7 @@ class TorchCollectives(Collectives):
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
-            if x.layout is not torch.strided:
+            if x.layout is not _STRIDED:
                 raise ArrayTypeError(
                     f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
                     found=x.layout,

@@ -93,11 +93,7 @@ def admitted(
     where: str, x: Any, axis: Axis, state: ParallelState | None, *, unequal: bool = False
 ) -> tuple[ParallelState, Axis, int, str]:
     """Return the state, the axis, its size and the kind of the dtype of `x` ("float" where nothing moves). *Local.*"""
-    owner = get_parallel_state() if state is None else meant(where, state)
-    size = owner.regular_sizes.get(axis) if type(axis) is str else None
-    if size is None:
-        axis, size = _looked_up(where, owner, axis, state, unequal=unequal)
-    owner.require_ready(where)
+    owner, axis, size = resolved(where, axis, state, unequal=unequal)
     return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
 
 
