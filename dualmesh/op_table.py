@@ -33,7 +33,7 @@ class Call:
 
 def call(verb: str, axis: Axis, size: int, *, scale: float = 1.0, **settings: Any) -> Call:
     """Write down a collective. *Pure.*"""
-    return Call(verb, axis, size, tuple(sorted(settings.items())), scale)
+    return Call(verb, axis, size, tuple((name, settings[name]) for name in sorted(settings)), scale)
 
 
 def transpose(forward: Call) -> Call:

@@ -8,16 +8,17 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from dualmesh.debugging import call_site, switch
-from dualmesh.errors import ArrayTypeError
+from dualmesh.errors import ArrayTypeError, NotDifferentiableError
 from dualmesh.op_table import Call, call
 from dualmesh.pending import Pending
 from dualmesh.state import AxisTable
 from dualmesh.topology import Axis
 from dualmesh.verbs import Collectives, Kind
-from dualmesh_torch import eager, exchanges, pending, traced
+from dualmesh_torch import eager, exchanges, pending, private, traced
 from dualmesh_torch.dtypes import KINDS, resolved
 from dualmesh_torch.party import Party
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
+_unpack_dual: Any = forward_ad.unpack_dual
+FORWARD_MODE = (
+    "ops.{verb}: found a dual tensor. Collectives have no forward-mode derivative (torch.func.jvp, "
+    "torch.autograd.forward_ad). Use reverse mode: torch.autograd.grad or dm.value_and_grad."
+)
 
 
 class TorchCollectives(Collectives):
@@ -111,6 +117,7 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
+        _check_reverse(verb, x, axis)
         work = pending.started(verb, resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
@@ -122,10 +129,17 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling():
             return traced.applied(verb, x, axis, party, settings)
+        _check_reverse(verb, x, axis)
         if x.requires_grad and torch.is_grad_enabled():
             found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party)
             return found
         return _moved(verb, x, party, settings)
+
+
+def _check_reverse(verb: str, x: Tensor, axis: Axis) -> None:
+    """Refuse forward-mode differentiation, in which the tangents would stay where they are."""
+    if _unpack_dual(x).tangent is not None:
+        raise NotDifferentiableError(FORWARD_MODE.format(verb=verb), axis=axis)
 
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
@@ -182,7 +196,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
         ctx.held = _held(forward, party)
-        return _carried_out(x, forward, party)
+        found = _carried_out(x, forward, party)
+        # What a function returns may be changed in place only where it is no view.
+        return found.detach() if private.is_view(found) and forward.verb != "enter" else found
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
@@ -195,7 +211,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor) -> Tensor:
         ctx.held = _held(forward, party)
-        return result
+        return result.detach()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:

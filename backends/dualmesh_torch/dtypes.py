@@ -34,7 +34,8 @@ def resolved(x: torch.Tensor) -> torch.Tensor:
 
 def carried(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous array with at least one dim as something that every communication backend carries."""
-    return x if x.dtype in CARRIED else x.view(torch.uint8)
+    # Flat in between: a dim of size 1 may have any stride in a contiguous array, which no other dtype can be seen in.
+    return x if x.dtype in CARRIED else x.view(-1).view(x.shape).view(torch.uint8)
 
 
 def wire(x: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def shift(x: Tensor, party: Party, *, step: int, wrap: bool) -> Tensor:
 
 
 def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
-    if source == party.index:
+    if source == party.index and party.is_gloo:
         return x.clone(memory_format=torch.contiguous_format)
     sent = x.contiguous()
     into = found = torch.zeros_like(sent) if source is None else torch.empty_like(sent)

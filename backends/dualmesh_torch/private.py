@@ -235,6 +235,11 @@ def version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else getattr(x, "_version", 0)
 
 
+def is_view(x: torch.Tensor) -> bool:
+    """Tell whether autograd takes a tensor for a view. Reason: no public question says it. Without it: False."""
+    return getattr(x, "_base", None) is not None
+
+
 def stash(key: str, value: Any) -> bool:
     """Keep a value where autograd's worker threads of this thread's backward() find it; tell whether that works.
 

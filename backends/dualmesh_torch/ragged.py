@@ -23,8 +23,8 @@ def all_to_all(
 ) -> torch.Tensor:
     """Send runs of rows, receive runs of rows, then zeros. *Collective over the party.*"""
     width = x[:1].numel() if x.shape[0] else x.new_empty((1, *x.shape[1:])).numel()
-    sent = carried(x[: sum(send_counts)].reshape(-1, width).contiguous())
+    sent = carried(x[: sum(send_counts)].reshape(sum(send_counts), width).contiguous())
     arrived = exchange(sent, party, recv_counts, send_counts) if party.size > 1 and width else sent
-    found = uncarried(arrived, x.dtype).reshape(-1, *x.shape[1:])
+    found = uncarried(arrived, x.dtype).reshape(sum(recv_counts), *x.shape[1:])
     padding = x.new_zeros((rows - sum(recv_counts), *x.shape[1:]))
     return torch.cat([found, padding])

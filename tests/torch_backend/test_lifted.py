@@ -191,6 +191,83 @@ OPS = {
 }
 
 
+def changed_in_place():
+    """Double every op's result in place; return the ops whose values or gradients are then not doubled."""
+    import torch
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}))
+    wrong = []
+    for dtype in (torch.float64, torch.complex128):
+        for name, op in OPS.items():
+            x, y = (torch.ones(4, 2, dtype=dtype, requires_grad=True) for _ in range(2))
+            doubled = op(x).mul_(2)
+            plain = op(y)
+            doubled.abs().sum().backward()
+            plain.abs().sum().backward()
+            if not torch.equal(doubled, 2 * plain) or not torch.equal(x.grad, 2 * y.grad):
+                wrong.append((name, dtype))
+    return wrong
+
+
+def test_results_may_be_changed_in_place():
+    assert torch_world(changed_in_place, world_size=2) == [[], []]
+
+
+def odd_tensors():
+    """Give ops what is laid out oddly: a dim of size 1 of any stride, rows without elements, dual tensors."""
+    import torch
+    from torch.autograd import forward_ad
+
+    rank = dm.init_parallel_state(spec=dm.TopologySpec({"a": 2})).own_rank()
+    column = torch.arange(4, dtype=torch.int16).reshape(1, 4).t() + rank
+    gathered = dm.ops.all_gather(column, "a").flatten().tolist()
+    started = dm.ops.all_gather(column, "a", async_=True).wait().flatten().tolist()
+    ragged = dm.ops.ragged_all_to_all(column, "a", [2, 2], [2, 2]).flatten().tolist()
+    thin = dm.ops.ragged_all_to_all(torch.ones(4, 0), "a", (1, 1), (1, 1)).shape
+    said = []
+    for op in (op for name, op in OPS.items() if name != "take_block"):  # which communicates nothing
+        with forward_ad.dual_level():
+            said.append(refusal_of(lambda op=op: op(forward_ad.make_dual(torch.ones(4, 2), torch.ones(4, 2)))))
+        said.append(refusal_of(lambda op=op: torch.func.jvp(op, (torch.ones(4, 2),), (torch.ones(4, 2),))))
+    return gathered, started, ragged, tuple(thin), said
+
+
+def refusal_of(act):
+    try:
+        act()
+    except dm.DualmeshError as error:
+        return type(error).__name__
+    return None
+
+
+def test_odd_tensors_move_or_are_refused_by_name():
+    for rank, (gathered, started, ragged, thin, said) in enumerate(torch_world(odd_tensors, world_size=2)):
+        assert gathered == started == [0, 1, 2, 3, 1, 2, 3, 4]
+        assert ragged == ([0, 1, 1, 2] if rank == 0 else [2, 3, 3, 4])
+        assert thin == (2, 0)
+        assert set(said) == {"NotDifferentiableError"}
+
+
+def shifted_by_turns():
+    """Compile one function of the offset; return what it and its gradient give for several."""
+    import torch
+
+    rank = dm.init_parallel_state(spec=dm.TopologySpec({"a": 4})).own_rank()
+    step = torch.compile(lambda x, offset: dm.ops.shift(x, "a", offset) * 1, backend="aot_eager", fullgraph=True)
+    found = []
+    for offset in (1, -1, 2, 3):
+        x = torch.tensor([float(rank)], requires_grad=True)
+        y = step(x, offset)
+        (y * rank).sum().backward()
+        found.append((y.item(), x.grad.item()))
+    return found
+
+
+def test_a_compiled_shift_takes_other_offsets():
+    for rank, found in enumerate(torch_world(shifted_by_turns, world_size=4)):
+        assert found == [((rank - offset) % 4, (rank + offset) % 4) for offset in (1, -1, 2, 3)]
+
+
 def marked():
     """Apply every op to conjugates and negatives that are marks on other memory, and to copies without marks."""
     import torch
