@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dualmesh.ambient import meant
+from dualmesh.ambient import inside, meant
 from dualmesh.arguments import words_of
 from dualmesh.errors import ArgumentError, ShardingError
 from dualmesh.partition_spec import P
@@ -129,6 +129,7 @@ def init_sharded(
         fn: Makes the model; does the same whenever it is called.
         plan: A `dm.ShardingPlan`.
         names: As in `ShardingPlan.shardings`.
+        state: The state, in whose scope `fn` runs; None: the ambient one.
 
     Raises:
         ShardingError: The plan does not fit, or `fn` made another model the second time.
@@ -143,7 +144,8 @@ def init_sharded(
     if not callable(fn) or not isinstance(plan, ModelPlan):
         raise ArgumentError(f"init_sharded: fn={fn!r}, plan={plan!r}. Give a function and a dm.ShardingPlan.")
     owner = _ready("init_sharded", state)
-    return owner.models.init(fn, lambda model: plan.specs_in(owner, model, names), args)
+    with inside(state):
+        return owner.models.init(fn, lambda model: plan.specs_in(owner, model, names), args)
 
 
 def _ready(where: str, state: ParallelState | None) -> ParallelState:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dualmesh.ambient import meant
+from dualmesh.ambient import inside, meant
 from dualmesh.arguments import flag_of, function_of, items_of, words_of
 from dualmesh.cautions import caution
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.partition_spec import P
 from dualmesh.resolution import positive, whole
-from dualmesh.scope import get_parallel_state
+from dualmesh.scope import get_parallel_state, use_parallel_state
 from dualmesh.state import ParallelState
 
 FORGOTTEN = (
@@ -34,7 +34,8 @@ class ShardMapped:
 
     def __init__(self, fn: Callable[..., Any], state: ParallelState | None, *settings: Any) -> None:
         functools.update_wrapper(self, fn)
-        self._fn = fn
+        # Else it would see blocks of one state and communicate over the axes of another.
+        self._fn = fn if state is None else use_parallel_state(state)(fn)
         self._state = state
         self._settings = settings
         self._built: WeakKeyDictionary[ParallelState, Callable[..., Any]] = WeakKeyDictionary()
@@ -63,7 +64,7 @@ def shard_map(
     `jit`).
 
     Args:
-        fn: Called with one block per argument; runs inside the scope that is ambient at the call.
+        fn: Called with one block per argument, in the scope of the state.
         in_specs: One spec per argument: a `dm.P`, or nested containers of them (a prefix of the argument).
         out_specs: The same for the result; `dm.P(partial=axis)` sums a result over an axis.
         state: The state; None: the ambient one at the call.
@@ -92,6 +93,7 @@ def value_and_grad(
         fn: Global arrays in, a global scalar out, for example what `shard_map` returns with out_specs `dm.P()`.
         argnums: Which arguments to differentiate; an int gives one gradient, a sequence a tuple of them. Arguments
             may be nested containers; gradients have their structure, shapes and shardings.
+        state: The state, in whose scope `fn` runs; None: the ambient one at the call.
     """
     where = "value_and_grad"
     function_of(where, fn)
@@ -105,7 +107,8 @@ def value_and_grad(
     def wrapper(*args: Any) -> tuple[Any, Any]:
         owner = meant("value_and_grad", state)
         owner.require_ready("value_and_grad")
-        value, gradients = owner.programs.value_and_grad(fn, numbers)(*args)
+        with inside(state):
+            value, gradients = owner.programs.value_and_grad(fn, numbers)(*args)
         return value, gradients if one is None else gradients[0]
 
     return wrapper

@@ -213,3 +213,18 @@ def run_forgotten():
         messages = [str(warning.message) for warning in caught if warning.category is StateWarning]
         found.append((repr(spec), messages, files, dm.to_numpy(total)))
     return found
+
+
+def in_a_given_state(value):
+    """Return, of functions in a state that is given while another is ambient, (value, value and gradient, scope)."""
+    dm.init_parallel_state(dp_size=2, ulysses_size=2, name="thinker")
+    talker = dm.init_parallel_state(dp_size=4, name="talker")
+    x = dm.distribute(value, P("dp"), state=talker)
+    squares = dm.shard_map(lambda x: dm.ops.all_reduce((x * x).sum(), "dp"), P("dp"), P(), state=talker)
+    found = [dm.to_numpy(squares(x), state=talker)]
+    if talker.backend != "sim":
+        ambient = dm.shard_map(lambda x: dm.ops.all_reduce((x * x).sum(), "dp"), P("dp"), P())
+        for objective in (squares, ambient):
+            result, gradient = dm.value_and_grad(objective, state=talker)(x)
+            found += [dm.to_numpy(result, state=talker), dm.to_numpy(gradient, state=talker)]
+    return found, dm.scope_name()

@@ -126,3 +126,12 @@ def test_a_spec_that_leaves_out_an_axis_of_its_argument_is_warned_of_where_it_is
         if gone is not None:
             assert f"an argument of shape (4, 4) is split over {gone}, which {spec} leaves out" in messages[0]
             assert files == {True}
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_a_function_runs_in_the_state_that_is_given(backend):
+    value = np.arange(8.0)
+    for found, scope in run(backend, lifted.in_a_given_state, value, world_size=4):
+        wanted = [140.0] if backend == "sim" else [140.0, 140.0, 2 * value, 140.0, 2 * value]
+        assert_close(wanted, found)
+        assert scope == "thinker"
