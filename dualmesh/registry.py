@@ -25,6 +25,8 @@ class Registry:
         self.has_several = False
         """Whether states of different topologies are registered."""
         self._strict: bool | None = None
+        self._cleared: set[str] = set()
+        """Names that states had before."""
 
     def get(self, name: str) -> ParallelState:
         """Return the state of a name. *Local.*
@@ -36,9 +38,11 @@ class Registry:
             return self.named[name]
         except (KeyError, TypeError):
             names = list(self.named)
+            cleared = isinstance(name, str) and name in self._cleared
+            end = " any more: it was cleared" if cleared else ""
+            hint = " Initialize it again." if cleared else did_you_mean(name, names)
             raise UnknownStateError(
-                f"Parallel state {name!r} is not registered. Registered names: {listed(names)}."
-                f"{did_you_mean(name, names)}",
+                f"Parallel state {name!r} is not registered{end}. Registered names: {listed(names)}.{hint}",
                 name=name,
                 names=names,
             ) from None
@@ -116,7 +120,9 @@ class Registry:
         """
         state = self.get(name)
         del self.named[name]
-        state.names.remove(name)
+        self._cleared.add(name)
+        if len(state.names) > 1:  # messages call a state that is gone by its last name
+            state.names.remove(name)
         return state
 
     def drop(self, states: list[ParallelState]) -> None:
@@ -124,6 +130,7 @@ class Registry:
         gone = {id(state) for state in states}
         for name in [name for name, state in self.named.items() if id(state) in gone]:
             del self.named[name]
+            self._cleared.add(name)
         self._states = {plan: state for plan, state in self._states.items() if id(state) not in gone}
         self._count()
 

@@ -217,7 +217,7 @@ def clear_parallel_state(name: str | None = None) -> None:
 
 
 def _clear_name(name: str) -> None:
-    registry.get(name)
+    was_last = registry.get(name).names == [name]
     open_scope = scope.current_scope()
     if open_scope is not None:
         raise ScopeError(
@@ -227,7 +227,7 @@ def _clear_name(name: str) -> None:
         )
     was_default = scope.scope_name() == name
     state = registry.drop_name(name)
-    if not state.names:
+    if was_last:
         forget([state])
     elif was_default:
         scope.set_default(state, state.names[0])

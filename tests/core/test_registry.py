@@ -143,8 +143,10 @@ def test_one_name_is_cleared_and_its_state_with_its_last_name(world):
     dm.clear_parallel_state("first")
     assert (dm.scope_name(), twin.is_live, twin.names) == ("twin", True, ["twin"])
     dm.clear_parallel_state("twin")
+    with pytest.raises(StaleStateError, match="mesh: State 'twin' was cleared"):
+        twin.require_live("mesh")
     assert (dm.scope_name(), dm.get_parallel_state(), twin.is_live, other.is_live) == ("other", other, False, True)
-    with pytest.raises(UnknownStateError, match=r"'twin' is not registered. Registered names: other"):
+    with pytest.raises(UnknownStateError, match=r"'twin' is not registered any more: it was cleared"):
         dm.clear_parallel_state("twin")
     assert dm.init_parallel_state(spec=spec, name="first") is not first
     dm.clear_parallel_state("other")
