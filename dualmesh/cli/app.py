@@ -4,6 +4,7 @@ What each command answers is in its own module.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,7 +52,18 @@ def main() -> None:
         flags.FLAGS(argv[:1])
         return argv
 
-    app.run(lambda argv: run(argv[1:]), flags_parser=leave)
+    app.run(lambda argv: _told(argv[1:]), flags_parser=leave)
+
+
+def _told(argv: Sequence[str]) -> int:
+    """Run, also for a reader that goes when it has enough, as `head` does."""
+    try:
+        code = run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return 0
+    return code
 
 
 def run(argv: Sequence[str]) -> int:

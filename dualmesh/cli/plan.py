@@ -158,7 +158,8 @@ def _fitting(values: Any, model: Model) -> Report:
         for one in found[:_BEST]
     ]
     heads = (*axes, "sent across nodes", "sent inside", "held")
-    title = f"{len(found)} splits of {world} ranks; what a rank sends in a step, least across nodes first"
+    best = f", the best {_BEST} of them (--json: all)" if len(found) > _BEST else ""
+    title = f"{len(found)} splits of {world} ranks{best}; what a rank sends in a step, least across nodes first"
     return Report({"world_size": world, "gpus_per_node": per_node, "splits": found}, [Table(heads, rows, title)])
 
 

@@ -126,6 +126,17 @@ def test_plan_ranks_the_splits_that_fit_a_world(answer):
     assert [one["across"] for one in found["splits"]] == sorted(one["across"] for one in found["splits"])
 
 
+def test_plan_says_how_many_splits_it_leaves_out(capsys):
+    assert run(["plan", "--world-size=64", "--axes=dp_shard,ulysses,tp"]) == 0
+    assert "28 splits of 64 ranks, the best 20 of them (--json: all);" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_reader_may_leave_early():
+    shown = f"{sys.executable} -m dualmesh show --world-size=4096 --dp-shard=4096 --json"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {shown} | head -c 20"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr, len(done.stdout)) == (0, "", 20)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
