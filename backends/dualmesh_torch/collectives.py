@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 _STRIDED = torch.strided
 _unpack_dual: Any = forward_ad.unpack_dual
-FORWARD_MODE = (
-    "ops.{verb}: found a dual tensor. Collectives have no forward-mode derivative (torch.func.jvp, "
-    "torch.autograd.forward_ad). Use reverse mode: torch.autograd.grad or dm.value_and_grad."
-)
 
 
 class TorchCollectives(Collectives):
@@ -117,7 +113,8 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
-        _check_reverse(verb, x, axis)
+        if _unpack_dual(x).tangent is not None:
+            raise _forward_mode(verb, axis)
         work = pending.started(verb, resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
@@ -129,17 +126,21 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling():
             return traced.applied(verb, x, axis, party, settings)
-        _check_reverse(verb, x, axis)
+        if _unpack_dual(x).tangent is not None:
+            raise _forward_mode(verb, axis)
         if x.requires_grad and torch.is_grad_enabled():
             found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party)
             return found
         return _moved(verb, x, party, settings)
 
 
-def _check_reverse(verb: str, x: Tensor, axis: Axis) -> None:
-    """Refuse forward-mode differentiation, in which the tangents would stay where they are."""
-    if _unpack_dual(x).tangent is not None:
-        raise NotDifferentiableError(FORWARD_MODE.format(verb=verb), axis=axis)
+def _forward_mode(verb: str, axis: Axis) -> NotDifferentiableError:
+    """Return the error for a dual tensor, whose tangent would stay where it is."""
+    return NotDifferentiableError(
+        f"ops.{verb}: found a dual tensor. Collectives have no forward-mode derivative (torch.func.jvp, "
+        f"torch.autograd.forward_ad). Use reverse mode: torch.autograd.grad or dm.value_and_grad.",
+        axis=axis,
+    )
 
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
