@@ -313,7 +313,7 @@ def calls_twice(rank):
     "AgreementError",
     "debug mode",
     "ops.all_reduce",
-    "ops.permute",
+    "ops.shift",
     "other_recompute.<locals>.recomputed",
     "State 'base', axis 'tp'",
     debug=True,
