@@ -4,13 +4,13 @@ It never acts as the identity in a world of several processes: there every group
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from dualmesh import discovery
-from dualmesh.errors import NoStateError, StateWarning
+from dualmesh.cautions import caution
+from dualmesh.errors import NoStateError
 from dualmesh.lazy import array_api_compat, np
 from dualmesh.partition_spec import P, check_axes
 from dualmesh.state import ParallelState
@@ -161,5 +161,5 @@ def several_processes() -> str | None:
 @cache
 def solo_state() -> SoloState:
     """Return the one single-process state; the first call warns. *Local.*"""
-    warnings.warn(BEFORE_INIT, StateWarning, stacklevel=3)
+    caution(BEFORE_INIT)
     return SoloState()

@@ -93,6 +93,14 @@ def test_refused_init_registers_nothing(world):
     assert state.world_size == 1
 
 
+def test_the_warning_before_any_init_points_at_the_line_of_the_user():
+    for ask in (dm.get_parallel_state, lambda: dm.ops.axis_size("tp")):
+        solo_state.cache_clear()
+        with pytest.warns(StateWarning, match="before any init") as caught:
+            ask()
+        assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_several_states_register_all_or_none(world):
     with pytest.raises(SpecError):
         dm.init_parallel_states({"a": dm.parallel_spec(dp_size=8), "b": dm.parallel_spec(dp_size=3)})
