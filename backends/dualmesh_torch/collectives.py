@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 Tensor = torch.Tensor
-_STRIDED = torch.strided
 _unpack_dual: Any = forward_ad.unpack_dual
 
 
@@ -47,7 +46,7 @@ class TorchCollectives(Collectives):
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
-            if x.layout is not _STRIDED:
+            if x.layout is not torch.strided:
                 raise ArrayTypeError(
                     f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
                     found=x.layout,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dualmesh.pending import Pending
 from dualmesh_torch import eager, exchanges
 from dualmesh_torch.blocks import fronted, joined
-from dualmesh_torch.dtypes import carried, summable, uncarried, unsummable
+from dualmesh_torch.dtypes import carried, summable, summable_copy, uncarried, unsummable
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 
@@ -57,9 +57,7 @@ class UnderWay(Pending):
 
 def all_reduce(x: Tensor, party: Party, *, op: str) -> Started:
     """Start to reduce elementwise."""
-    total = summable("ops.all_reduce", x)
-    if total.data_ptr() == x.data_ptr():
-        total = total.clone()
+    total = summable_copy("ops.all_reduce", x)
     work = dist.all_reduce(total, eager.OPS[op], group=party.group, async_op=True)
     return work, (total,), lambda: unsummable(total.div_(party.size) if op == "mean" else total, x.dtype)
 

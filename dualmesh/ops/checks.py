@@ -38,7 +38,7 @@ def resolved(
     owner = get_parallel_state() if state is None else meant(where, state)
     size = owner.regular_sizes.get(axis) if type(axis) is str else None
     if size is None:
-        axis, size = _looked_up(where, owner, axis, state, unequal=unequal)
+        return owner, *_looked_up(where, owner, axis, state, unequal=unequal)
     owner.require_ready(where)
     return owner, axis, size
 
