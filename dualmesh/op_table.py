@@ -110,8 +110,8 @@ def _permute(forward: Call) -> Call:
 
 
 def _shift(forward: Call) -> Call:
-    step, wrap = -forward["step"], forward["wrap"]
-    return call("shift", forward.axis, forward.size, step=step, wrap=wrap, scale=forward.scale)
+    offset, wrap = -forward["offset"], forward["wrap"]
+    return call("shift", forward.axis, forward.size, offset=offset, wrap=wrap, scale=forward.scale)
 
 
 def _ragged_all_to_all(forward: Call) -> Call:

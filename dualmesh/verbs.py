@@ -66,9 +66,9 @@ class Collectives(ABC):
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         """Send each pair's src block to its dst; indices that no pair names as dst get zeros."""
 
-    def shift(self, x: Any, axis: Axis, *, step: int, wrap: bool, size: int) -> Any:
-        """Send each block `step` indices on, around the end where `wrap`; `size` is the axis'. Here by `permute`."""
-        targets = [(src, (src + step) % size if wrap else src + step) for src in range(size)]
+    def shift(self, x: Any, axis: Axis, *, offset: int, wrap: bool, size: int) -> Any:
+        """Send each block `offset` indices on, around the end where `wrap`; `size` is the axis'. Here by `permute`."""
+        targets = [(src, (src + offset) % size if wrap else src + offset) for src in range(size)]
         return self.permute(x, axis, pairs=tuple((src, dst) for src, dst in targets if 0 <= dst < size))
 
     @abstractmethod

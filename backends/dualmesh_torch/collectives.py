@@ -84,7 +84,7 @@ class TorchCollectives(Collectives):
         return self._applied("permute", x, axis, {"pairs": pairs})
 
     def shift(self, x: Any, axis: Axis, *, step: int, wrap: bool, size: int) -> Any:
-        return self._applied("shift", x, axis, {"step": step, "wrap": wrap})
+        return self._applied("shift", x, axis, {"offset": offset, "wrap": wrap})
 
     def ragged_all_to_all(
         self, x: Any, axis: Axis, *, send_counts: Any, recv_counts: Any, rows: int, sent_rows: int

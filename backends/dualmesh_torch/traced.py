@@ -84,9 +84,9 @@ def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
     return _sent(x, party, target, source)
 
 
-def shift(x: Tensor, party: Party, *, step: int, wrap: bool) -> Tensor:
-    """Send `step` indices on, around the end or zeros where nothing comes."""
-    return _sent(x, party, party.at(party.index + step, wrap), party.at(party.index - step, wrap))
+def shift(x: Tensor, party: Party, *, offset: int, wrap: bool) -> Tensor:
+    """Send `offset` indices on, around the end or zeros where nothing comes."""
+    return _sent(x, party, party.at(party.index + offset, wrap), party.at(party.index - offset, wrap))
 
 
 def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:

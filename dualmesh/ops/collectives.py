@@ -124,7 +124,7 @@ def shift(x: Any, axis: Axis, offset: int = 1, wrap: bool = True, *, state: Para
     wrap = wrap is True or flag_of(where, "wrap", wrap)
     if wrap:
         step %= size
-    return x if step == 0 else owner.collectives.shift(x, axis, step=step, wrap=wrap, size=size)
+    return x if step == 0 else owner.collectives.shift(x, axis, offset=step, wrap=wrap, size=size)
 
 
 def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: ParallelState | None = None) -> Any:

@@ -66,7 +66,7 @@ def _sent_on(called: Called) -> Any:
     if not called.is_float:
         return y
     if called.verb == "shift":
-        back = called.done(step=-called.settings["step"])
+        back = called.done(offset=-called.settings["offset"])
     else:
         back = called.done(pairs=tuple((dst, src) for src, dst in called.settings["pairs"]))
     return y + (back - called.cut(back))
