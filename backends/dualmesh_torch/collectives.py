@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 Tensor = torch.Tensor
+_DENSE = torch.strided
 _unpack_dual: Any = forward_ad.unpack_dual
 
 
@@ -45,8 +46,8 @@ class TorchCollectives(Collectives):
         self._parties.clear()
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
-        if isinstance(x, Tensor) and not isinstance(x, DTensor):
-            if x.layout is not torch.strided:
+        if type(x) is Tensor or (isinstance(x, Tensor) and not isinstance(x, DTensor)):
+            if x.layout is not _DENSE:
                 raise ArrayTypeError(
                     f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
                     found=x.layout,
@@ -83,7 +84,7 @@ class TorchCollectives(Collectives):
     def permute(self, x: Any, axis: Axis, *, pairs: tuple[tuple[int, int], ...]) -> Any:
         return self._applied("permute", x, axis, {"pairs": pairs})
 
-    def shift(self, x: Any, axis: Axis, *, step: int, wrap: bool, size: int) -> Any:
+    def shift(self, x: Any, axis: Axis, *, offset: int, wrap: bool, size: int) -> Any:
         return self._applied("shift", x, axis, {"offset": offset, "wrap": wrap})
 
     def ragged_all_to_all(
@@ -112,12 +113,12 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
-        if _unpack_dual(x).tangent is not None:
+        if private.dual_level() >= 0 and _unpack_dual(x).tangent is not None:
             raise _forward_mode(verb, axis)
         work = pending.started(verb, resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
-                work, lambda result: _arrived(x, call(verb, axis, party.size, **settings), party, result)
+                work, lambda result: _apply(x, call(verb, axis, party.size, **settings), party, result)
             )
         return pending.UnderWay(work)
 
@@ -125,10 +126,10 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling():
             return traced.applied(verb, x, axis, party, settings)
-        if _unpack_dual(x).tangent is not None:
+        if private.dual_level() >= 0 and _unpack_dual(x).tangent is not None:
             raise _forward_mode(verb, axis)
         if x.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party)
+            found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party, None)
             return found
         return _moved(verb, x, party, settings)
 
@@ -154,7 +155,10 @@ def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tens
         raise
 
 
-def _carried_out(x: Tensor, what: Call, party: Party) -> Tensor:
+def _carried_out(x: Tensor, what: Call, party: Party, result: Tensor | None) -> Tensor:
+    """Return what a collective makes of a block, or `result` where it has run already."""
+    if result is not None:
+        return result.detach()
     found = _moved(what.verb, x, party, dict(what.settings))
     return found if what.scale == 1.0 else found * what.scale
 
@@ -169,55 +173,30 @@ class _Forward(threading.local):
 _forward = _Forward()
 
 
-def _backward(ctx: Any, cotangent: Tensor) -> Tensor:
-    forward, party, site = ctx.held
-    if torch.compiler.is_compiling():
-        return traced.backward(cotangent, forward, party)
-    # The graph of a gradient is kept only where gradients of gradients are asked for.
-    run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
-    if site is None:
-        found: Tensor = run(cotangent, forward.backward, party)
-        return found
-    _forward.site = site
-    try:
-        return run(cotangent, forward.backward, party)
-    finally:
-        _forward.site = None
-
-
-def _held(forward: Call, party: Party) -> tuple[Call, Party, str | None]:
-    """Return what backward needs: in debug mode, with the line that it is the backward of."""
-    return forward, party, f"the backward of {call_site('torch')}" if switch.on else None
-
-
 class _Linear(torch.autograd.Function):
     """Any collective and, as its gradient, the one that the op table names."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Call, party: Party) -> Tensor:
-        ctx.held = _held(forward, party)
-        found = _carried_out(x, forward, party)
+    def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor | None) -> Tensor:
+        ctx.held = forward, party, f"the backward of {call_site('torch')}" if switch.on else None
+        found = _carried_out(x, forward, party, result)
         # What a function returns may be changed in place only where it is no view.
         return found.detach() if private.is_view(found) and forward.verb != "enter" else found
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
-        return _backward(ctx, *cotangents), None, None
-
-
-class _Arrived(torch.autograd.Function):
-    """The result of a collective that was started before, as a function of what it was given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor) -> Tensor:
-        ctx.held = _held(forward, party)
-        return result.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
-        return _backward(ctx, *cotangents), None, None, None
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        forward, party, site = ctx.held
+        (cotangent,) = cotangents
+        if torch.compiler.is_compiling():
+            return traced.backward(cotangent, forward, party), None, None, None
+        # The graph of a gradient is kept only where gradients of gradients are asked for.
+        run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
+        _forward.site = site
+        try:
+            return run(cotangent, forward.backward, party, None), None, None, None
+        finally:
+            _forward.site = None
 
 
 _apply: Any = _Linear.apply
-_arrived: Any = _Arrived.apply
 _call = lru_cache(1024)(call)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo import utils as dynamo
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import debug
 
@@ -238,6 +239,11 @@ def version_of(x: torch.Tensor) -> int:
 def is_view(x: torch.Tensor) -> bool:
     """Tell whether autograd takes a tensor for a view. Reason: no public question says it. Without it: False."""
     return getattr(x, "_base", None) is not None
+
+
+dual_level: Callable[[], int] = functools.partial(getattr, forward_ad, "_current_level", 0)
+"""Return the level of forward-mode differentiation, below 0 outside any. Reason: `unpack_dual` asks for it too, but in
+Python, which every collective would pay for with 4 us. Without the name it is 0: tensors are asked for tangents."""
 
 
 def stash(key: str, value: Any) -> bool:
