@@ -9,7 +9,7 @@ from dualmesh.errors import ArrayTypeError
 from dualmesh.verbs import Kind
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-CARRIED = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
+_CARRIED = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}
 WIDENED = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -35,12 +35,12 @@ def resolved(x: torch.Tensor) -> torch.Tensor:
 def carried(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous array with at least one dim as something that every communication backend carries."""
     # Flat in between: a dim of size 1 may have any stride in a contiguous array, which no other dtype can be seen in.
-    return x if x.dtype in CARRIED else x.view(-1).view(x.shape).view(torch.uint8)
+    return x if x.dtype in _CARRIED else x.view(-1).view(x.shape).view(torch.uint8)
 
 
 def wire(x: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous array of any shape as something that communication backends carry."""
-    return x if x.dtype in CARRIED else x.view(-1).view(torch.uint8)
+    return x if x.dtype in _CARRIED else x.view(-1).view(torch.uint8)
 
 
 def uncarried(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ def summable(where: str, x: torch.Tensor) -> torch.Tensor:
     Raises:
         ArrayTypeError: They cannot reduce the dtype.
     """
-    if x.dtype in CARRIED:
+    if x.dtype in _CARRIED:
         return x.contiguous()
     if x.dtype in WIDENED:
         return x.to(WIDENED[x.dtype]).contiguous()
@@ -68,7 +68,7 @@ def summable(where: str, x: torch.Tensor) -> torch.Tensor:
 
 def summable_copy(where: str, x: torch.Tensor) -> torch.Tensor:
     """Return `summable` in memory of its own."""
-    if x.dtype in CARRIED:
+    if x.dtype in _CARRIED:
         return x.clone(memory_format=torch.contiguous_format)
     found = summable(where, x)
     return found.clone() if found.data_ptr() == x.data_ptr() else found

@@ -4,7 +4,7 @@ In compiled code `traced` takes their place; gradients are in `collectives`.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
-from dualmesh_torch.dtypes import CARRIED, carried, summable, summable_copy, uncarried, unsummable, wire
+from dualmesh_torch.dtypes import carried, summable, summable_copy, uncarried, unsummable, wire
 from dualmesh_torch.party import Party
 from dualmesh_torch.ragged import Counts
 
@@ -27,11 +27,25 @@ _SUM = dist.ReduceOp.SUM
 OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+def _options(kind: Callable[[], Any], **fields: Any) -> Any:
+    """Return options of a collective that its caller waits for at once, as torch's own functions set them. *Pure.*"""
+    options = kind()
+    for name, value in {"asyncOp": False, **fields}.items():
+        setattr(options, name, value)
+    return options
+
+
+# What moves a tensor within tens of us asks the group itself: torch's functions look up every time whose it is.
+_REDUCED = {op: _options(dist.AllreduceOptions, reduceOp=value) for op, value in OPS.items()}
+_from: Any = lru_cache(256)(lambda index: _options(dist.BroadcastOptions, rootRank=index))
+_to: Any = lru_cache(256)(lambda index: _options(dist.ReduceOptions, rootRank=index))
+
+
 def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
     """Reduce elementwise."""
     total = summable_copy("ops.all_reduce", x)
     if total.numel():
-        dist.all_reduce(total, OPS[op], group=party.group)
+        party.group.allreduce([total], _REDUCED[op]).wait()
     if op == "mean":
         total.div_(party.size)
     return unsummable(total, x.dtype)
@@ -73,7 +87,7 @@ def broadcast(x: Tensor, party: Party, *, src: int) -> Tensor:
     is_source = party.index == src
     found = (torch.clone if is_source else torch.empty_like)(x, memory_format=torch.contiguous_format)
     if x.numel():
-        dist.broadcast(wire(found), group=party.group, group_src=src)
+        party.group.broadcast([wire(found)], _from(src)).wait()
     return found
 
 
@@ -81,7 +95,7 @@ def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
     """Sum to index `src`, zeros elsewhere: the transpose of `broadcast`."""
     total = summable_copy("ops.broadcast", x)
     if total.numel():
-        dist.reduce(total, op=_SUM, group=party.group, group_dst=src)
+        party.group.reduce([total], _to(src)).wait()
     return unsummable(total if party.index == src else total.zero_(), x.dtype)
 
 
@@ -100,15 +114,13 @@ def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Te
     if source == party.index and party.is_gloo:
         return x.clone(memory_format=torch.contiguous_format)
     sent = x.contiguous()
-    into = found = torch.zeros_like(sent) if source is None else torch.empty_like(sent)
+    found = torch.zeros_like(sent) if source is None else torch.empty_like(sent)
     if not x.numel():
         return found
     if not party.is_gloo:
         return _sent_by_all(sent, found, party, target, source)
-    if x.dtype not in CARRIED:
-        sent, into = wire(sent), wire(found)
-    leaving: Any = None if target is None else dist.isend(sent, group=party.group, group_dst=target)
-    arriving: Any = None if source is None else dist.irecv(into, group=party.group, group_src=source)
+    arriving = None if source is None else party.group.recv([wire(found)], source, 0)
+    leaving = None if target is None else party.group.send([wire(sent)], target, 0)
     if arriving is not None:
         arriving.wait()
     if leaving is not None:
