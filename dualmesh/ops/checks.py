@@ -9,7 +9,7 @@ from typing import Any
 from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
 from dualmesh.resolution import whole
-from dualmesh.scope import current_scope, get_parallel_state
+from dualmesh.scope import current_scope
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
@@ -35,7 +35,7 @@ def resolved(
     Args:
         unequal: Whether one program can do this for groups of different sizes; the largest is returned then.
     """
-    owner = get_parallel_state() if state is None else meant(where, state)
+    owner = meant(where, state)
     size = owner.regular_sizes.get(axis) if type(axis) is str else None
     if size is None:
         return owner, *_looked_up(where, owner, axis, state, unequal=unequal)
