@@ -17,8 +17,10 @@ from tests.torch_backend.fake import fake_world, pool
 from tests.worlds import torch_pool, torch_world
 
 SIZE = 4
-KIB = {64: (81, 16), 16_384: (31, 1)}
-"""Size in KiB: repeats, and passes in each."""
+PASSES = {64: 16, 16_384: 1}
+"""Size in KiB: passes in each repeat."""
+SECONDS = 30
+"""How long one row is repeated: repeats of one function scatter by a quarter, their median by that over their root."""
 
 
 def by_hand(group, index):
@@ -57,8 +59,9 @@ def by_hand(group, index):
     def shifted(step):
         def shift(x):
             found = torch.empty_like(x)
+            receive = dist.irecv(found, group=group, group_src=(index - step) % SIZE)
             send = dist.isend(x, group=group, group_dst=(index + step) % SIZE)
-            dist.irecv(found, group=group, group_src=(index - step) % SIZE).wait()
+            receive.wait()
             send.wait()
             return found
 
@@ -113,35 +116,49 @@ def differentiable(forward, backward):
 def measured():
     """Return {(op, KiB, "forward" or "both"): seconds of (dualmesh, both by hand, one, the other)} on this rank."""
     import torch
-    import torch.distributed as dist
 
     state = dm.init_parallel_state(spec=dm.TopologySpec({"a": SIZE}, roles={"sequence": "a"}))
-    group, rank = state.group("a"), state.own_rank()
     found = {}
-    for kib, (repeats, passes) in KIB.items():
-        for name, (ours, forward, backward) in by_hand(group, rank).items():
+    for kib, passes in PASSES.items():
+        for name, (ours, forward, backward) in by_hand(state.group("a"), state.own_rank()).items():
             count = kib * 256
             shape = (1, count // 512, 8, 64) if "4 dims" in name else (count // 512, 8, 64)
-            x = torch.arange(float(count)).reshape(shape) + rank
-            hand = differentiable(forward, backward)
+            x = torch.arange(float(count)).reshape(shape) + state.own_rank()
             if not torch.equal(ours(x), forward(x)):
                 raise AssertionError(name)
-            for what, runs in (("forward", (ours, forward, forward)), ("both", (ours, hand, hand))):
-                times: list[list[float]] = [[], [], []]
-                y = x.clone().requires_grad_(what == "both")
-                cotangent = torch.ones_like(forward(x))
-                for repeat in range(repeats + 2):
-                    for place in random.Random(repeat).sample(range(3), 3):  # the same order on every rank
-                        dist.barrier()
-                        start = time.perf_counter()
-                        for _ in range(passes):
-                            result = runs[place](y)
-                            if what == "both":
-                                torch.autograd.grad(result, y, cotangent)
-                        if repeat > 1:
-                            times[place].append((time.perf_counter() - start) / passes)
-                found[name, kib, what] = tuple(map(statistics.median, (times[0], times[1] + times[2], *times[1:])))
+            hand = differentiable(forward, backward)
+            found[name, kib, "forward"] = medians((ours, forward, forward), x, None, passes)
+            cotangent = torch.ones_like(forward(x))
+            found[name, kib, "both"] = medians((ours, hand, hand), x.requires_grad_(), cotangent, passes)
     return found
+
+
+def medians(runs, x, cotangent, passes):
+    """Return seconds of (dualmesh, both by hand, one, the other); with their gradients where there is a cotangent."""
+    import torch
+    import torch.distributed as dist
+
+    times: list[list[float]] = [[], [], []]
+
+    def repeat(number):
+        for place in random.Random(number).sample(range(3), 3):  # the same order on every rank
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(passes):
+                result = runs[place](x)
+                if cotangent is not None:
+                    torch.autograd.grad(result, x, cotangent)
+            times[place].append((time.perf_counter() - start) / passes)
+
+    for number in range(4):
+        repeat(number)
+    takes = torch.tensor(sum(map(min, times)) * passes)
+    dist.all_reduce(takes, dist.ReduceOp.MAX)
+    for warm in times:
+        warm.clear()
+    for number in range(max(31, int(SECONDS / takes))):
+        repeat(number)
+    return tuple(map(statistics.median, (times[0], times[1] + times[2], *times[1:])))
 
 
 def building():
