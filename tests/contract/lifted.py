@@ -216,7 +216,7 @@ def run_forgotten():
 
 
 def in_a_given_state(value):
-    """Return, of functions in a state that is given while another is ambient, (value, value and gradient, scope)."""
+    """Return, in a state given while another is ambient, (values and gradients, sizes seen while made, scope)."""
     dm.init_parallel_state(dp_size=2, ulysses_size=2, name="thinker")
     talker = dm.init_parallel_state(dp_size=4, name="talker")
     x = dm.distribute(value, P("dp"), state=talker)
@@ -227,4 +227,16 @@ def in_a_given_state(value):
         for objective in (squares, ambient):
             result, gradient = dm.value_and_grad(objective, state=talker)(x)
             found += [dm.to_numpy(result, state=talker), dm.to_numpy(gradient, state=talker)]
-    return found, dm.scope_name()
+    seen = set()
+    dm.init_sharded(lambda: _model_made_in(seen, talker.backend), dm.ShardingPlan({"weight": P("dp")}), state=talker)
+    return found, seen, dm.scope_name()
+
+
+def _model_made_in(seen, backend):
+    """Return a model, and keep the size of the ambient state's "dp" where it is made."""
+    seen.add(dm.get_parallel_state().size("dp"))
+    if backend == "torch":
+        import torch
+
+        return torch.nn.Linear(4, 4, bias=False)
+    return {"weight": np.ones((4, 4), "float32")}

@@ -131,7 +131,8 @@ def test_a_spec_that_leaves_out_an_axis_of_its_argument_is_warned_of_where_it_is
 @pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
 def test_a_function_runs_in_the_state_that_is_given(backend):
     value = np.arange(8.0)
-    for found, scope in run(backend, lifted.in_a_given_state, value, world_size=4):
+    for found, seen, scope in run(backend, lifted.in_a_given_state, value, world_size=4):
         wanted = [140.0] if backend == "sim" else [140.0, 140.0, 2 * value, 140.0, 2 * value]
         assert_close(wanted, found)
+        assert seen == {4}
         assert scope == "thinker"
