@@ -9,4 +9,6 @@ echo "ruff, mypy"
 ruff check .
 ruff format --check --quiet .
 mypy
+# JAX compiles thousands of programs that run once: leave out the passes that only make them faster.
+export JAX_DISABLE_MOST_OPTIMIZATIONS=1
 python -m pytest -n 2 --dist loadfile "$@"
