@@ -65,8 +65,13 @@ class Instruments:
     def leave_together(self) -> None:
         """Return once every process of the world is here. *Collective over all processes.*"""
 
-    def ended(self) -> None:
-        """Free what holds on to a world that ended, where that costs later ones time. *Local.*"""
+    def ended(self) -> bool:
+        """Free what holds on to a world that ended, where that costs later ones time. *Local.*
+
+        Returns:
+            Whether so much is left that later worlds should run in a fresh process.
+        """
+        return False
 
     def leftovers(self) -> dict[str, object]:
         """Return what this process holds of the framework's ambient state now, for comparing. *Local.*"""

@@ -12,7 +12,7 @@ from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.starting import session
 from dualmesh.testing.instruments import instruments_of
-from dualmesh.testing.pools import DEFAULT_TIMEOUT_S, Pool
+from dualmesh.testing.pools import DEFAULT_TIMEOUT_S, Pool, retire
 
 JAX_DEVICES = 8
 # One thread per process: the ranks share the cores.
@@ -133,4 +133,5 @@ def _in_world(
                 instruments_of(backend).leave_together()
             return result
     finally:
-        instruments_of(backend).ended()
+        if instruments_of(backend).ended():
+            retire()

@@ -32,6 +32,7 @@ class Outcome(NamedTuple):
 class Pool:
     """Worker processes that start when first needed and serve until the pool is closed or this process ends.
 
+    A worker in which something called `retire` is replaced before its next call.
     A call that does not end in time kills the pool and says which workers were missing; the next one starts fresh.
 
     Args:
@@ -48,6 +49,7 @@ class Pool:
         self._env = dict(env)
         self._path = tuple(path)
         self._workers: list[tuple[Any, Connection]] = []
+        self._worn: set[int] = set()
         atexit.register(self.close)
 
     def run(
@@ -68,6 +70,10 @@ class Pool:
         self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> dict[int, Outcome]:
         """Call as `run` does; return how each call ended, by worker."""
+        for i in self._worn:
+            _end(*self._workers[i])
+            self._workers[i] = self._started()
+        self._worn.clear()
         while len(self._workers) < len(args):
             self._workers.append(self._started())
         for (_, pipe), own in zip(self._workers, args, strict=False):
@@ -89,18 +95,20 @@ class Pool:
     def close(self) -> None:
         """Kill all workers; the next call starts fresh ones."""
         for process, pipe in self._workers:
-            pipe.close()
-            process.kill()
-            process.join()
+            _end(process, pipe)
         self._workers = []
+        self._worn.clear()
 
     def _answer(self, i: int) -> Outcome:
         process, pipe = self._workers[i]
         try:
-            return Outcome(*cloudpickle.loads(pipe.recv_bytes()))
+            answer, is_worn = cloudpickle.loads(pipe.recv_bytes())
         except EOFError:
             process.join(5)
             return Outcome("missing", None, f"died with exit code {process.exitcode}")
+        if is_worn:
+            self._worn.add(i)
+        return Outcome(*answer)
 
     def _started(self) -> tuple[Any, Connection]:
         context = multiprocessing.get_context("spawn")
@@ -110,6 +118,23 @@ class Pool:
             process.start()
         there.close()
         return process, here
+
+
+class _Worker:
+    """What this process knows of itself as a worker."""
+
+    is_worn = False
+
+
+def retire() -> None:
+    """Have the worker that calls this replaced before its next call. *Local.*"""
+    _Worker.is_worn = True
+
+
+def _end(process: Any, pipe: Connection) -> None:
+    pipe.close()
+    process.kill()
+    process.join()
 
 
 @contextmanager
@@ -139,7 +164,7 @@ def _serve(pipe: Connection, path: Sequence[str]) -> None:
             answer = ("ok", fn(*args), "")
         except BaseException as error:
             answer = ("error", _travelling(error), traceback.format_exc())
-        pipe.send_bytes(cloudpickle.dumps(answer))
+        pipe.send_bytes(cloudpickle.dumps((answer, _Worker.is_worn)))
 
 
 def _travelling(error: BaseException) -> BaseException:
