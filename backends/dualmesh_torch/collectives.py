@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 Tensor = torch.Tensor
-_DENSE = torch.strided
 _unpack_dual: Any = forward_ad.unpack_dual
 
 
@@ -46,8 +45,9 @@ class TorchCollectives(Collectives):
         self._parties.clear()
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        # The exact class first: every collective comes by here, and whether it is a subclass takes longer to say.
         if type(x) is Tensor or (isinstance(x, Tensor) and not isinstance(x, DTensor)):
-            if x.layout is not _DENSE:
+            if x.layout is not torch.strided:
                 raise ArrayTypeError(
                     f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
                     found=x.layout,
@@ -113,8 +113,8 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
-        if private.dual_level() >= 0 and _unpack_dual(x).tangent is not None:
-            raise _forward_mode(verb, axis)
+        if private.dual_level() >= 0:
+            _refuse_dual(verb, x, axis)
         work = pending.started(verb, resolved(x.detach()), party, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
@@ -126,21 +126,22 @@ class TorchCollectives(Collectives):
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling():
             return traced.applied(verb, x, axis, party, settings)
-        if private.dual_level() >= 0 and _unpack_dual(x).tangent is not None:
-            raise _forward_mode(verb, axis)
+        if private.dual_level() >= 0:
+            _refuse_dual(verb, x, axis)
         if x.requires_grad and torch.is_grad_enabled():
             found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party, None)
             return found
         return _moved(verb, x, party, settings)
 
 
-def _forward_mode(verb: str, axis: Axis) -> NotDifferentiableError:
-    """Return the error for a dual tensor, whose tangent would stay where it is."""
-    return NotDifferentiableError(
-        f"ops.{verb}: found a dual tensor. Collectives have no forward-mode derivative (torch.func.jvp, "
-        f"torch.autograd.forward_ad). Use reverse mode: torch.autograd.grad or dm.value_and_grad.",
-        axis=axis,
-    )
+def _refuse_dual(verb: str, x: Tensor, axis: Axis) -> None:
+    """Refuse a dual tensor, whose tangent would stay where it is."""
+    if _unpack_dual(x).tangent is not None:
+        raise NotDifferentiableError(
+            f"ops.{verb}: found a dual tensor. Collectives have no forward-mode derivative (torch.func.jvp, "
+            f"torch.autograd.forward_ad). Use reverse mode: torch.autograd.grad or dm.value_and_grad.",
+            axis=axis,
+        )
 
 
 def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
