@@ -38,7 +38,7 @@ def _options(kind: Callable[[], Any], **fields: Any) -> Any:
 # What moves a tensor within tens of us asks the group itself: torch's functions look up every time whose it is.
 _REDUCED = {op: _options(dist.AllreduceOptions, reduceOp=value) for op, value in OPS.items()}
 _from: Any = lru_cache(256)(lambda index: _options(dist.BroadcastOptions, rootRank=index))
-_to: Any = lru_cache(256)(lambda index: _options(dist.ReduceOptions, rootRank=index))
+_to: Any = lru_cache(256)(lambda index: _options(dist.ReduceOptions, rootRank=index, reduceOp=_SUM))
 
 
 def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
