@@ -7,7 +7,8 @@ the answers of the scope that it was lowered in, and would give them anywhere.
 from collections.abc import Callable
 from typing import Any
 
-from dualmesh.errors import ArgumentError, ScopeError
+from dualmesh.errors import ArgumentError, ScopeError, listed
+from dualmesh.registry import Naming, registry
 from dualmesh.scope import get_parallel_state, scope_name
 from dualmesh.state import ParallelState
 
@@ -24,21 +25,25 @@ class AheadOfTime:
     def trace(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Trace the function for these arguments and the ambient state. *Local.*"""
         traced = self._fn.trace(*args, **kwargs)  # type: ignore[attr-defined]
-        return ScopedStage(traced, get_parallel_state(), scope_name())
+        return ScopedStage(traced, get_parallel_state(), scope_name(), registry.naming)
 
     def lower(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Lower the function for these arguments and the ambient state. *Local.*"""
         lowered = self._fn.lower(*args, **kwargs)  # type: ignore[attr-defined]
-        return ScopedStage(lowered, get_parallel_state(), scope_name())
+        return ScopedStage(lowered, get_parallel_state(), scope_name(), registry.naming)
 
 
 class ScopedStage:
-    """A traced, lowered or compiled function with the state that it was traced in; anything else is the framework's."""
+    """A traced, lowered or compiled function with the state that it was traced in; anything else is the framework's.
 
-    def __init__(self, stage: Any, state: ParallelState, name: str | None) -> None:
+    `naming` is what the names that traced code looked up meant then.
+    """
+
+    def __init__(self, stage: Any, state: ParallelState, name: str | None, naming: Naming) -> None:
         self._stage = stage
         self._state = state
         self._name = name
+        self._naming = naming
 
     def lower(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Lower what was traced, in the state that it was traced in: the framework looks at its mesh again. *Local.*
@@ -47,11 +52,11 @@ class ScopedStage:
             ScopeError: Another state is ambient.
         """
         self._require_here("lowered")
-        return ScopedStage(self._stage.lower(*args, **kwargs), self._state, self._name)
+        return ScopedStage(self._stage.lower(*args, **kwargs), self._state, self._name, self._naming)
 
     def compile(self, *args: Any, **kwargs: Any) -> "ScopedStage":
         """Compile what was lowered. *Local.*"""
-        return ScopedStage(self._stage.compile(*args, **kwargs), self._state, self._name)
+        return ScopedStage(self._stage.compile(*args, **kwargs), self._state, self._name, self._naming)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._require_here("called")
@@ -72,6 +77,13 @@ class ScopedStage:
                 called_in=here,
             )
         here.require_live("aot")
+        renamed = sorted({name for name, _ in registry.naming ^ self._naming})
+        if renamed:
+            raise ScopeError(
+                f"aot: since this function was traced, names that traced code looked up mean other states, or none: "
+                f"{listed(map(repr, renamed))}. It would give the old ones' answers: lower and compile it anew.",
+                names=tuple(renamed),
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)

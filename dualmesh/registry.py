@@ -1,9 +1,11 @@
 """Names to states, and what a state is to the state: the two maps, with one owner.
 
-Which state is ambient is in `scope`; building states is in `initialization`.
+Also which names compiled code looked up, and what those that changed mean now. Which state is ambient is in `scope`;
+building states is in `initialization`.
 """
 
 import threading
+from collections.abc import Callable, Hashable
 
 from dualmesh.arguments import flag_of, is_switched_on
 from dualmesh.cautions import caution
@@ -12,6 +14,9 @@ from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan
 
 STRICT_VARIABLE = "DUALMESH_STRICT"
+
+Naming = frozenset[tuple[str, Hashable]]
+"""(name, what it means now) of names that compiled code looked up and that meant something else then."""
 
 
 class Registry:
@@ -27,6 +32,36 @@ class Registry:
         self._strict: bool | None = None
         self._cleared: set[str] = set()
         """Names that states had before."""
+        self.naming: Naming = frozenset()
+        """Equal whenever every name that compiled code looked up means the same: what caches of such code key on."""
+        self._meant: dict[str, Hashable] = {}  # what each name meant when compiled code first looked it up
+        self._compilers: tuple[tuple[Callable[[], bool], Callable[[Naming], object]], ...] = ()
+
+    def add_compiler(self, is_compiling: Callable[[], bool], rekey: Callable[[Naming], object]) -> None:
+        """Let a framework say whether this thread is compiling, and learn what its caches must key on. *Local.*"""
+        with self.lock:
+            self._compilers = (*self._compilers, (is_compiling, rekey))
+            rekey(self.naming)
+
+    def note_compiled(self, name: str) -> None:
+        """Remember that code which is being compiled looked up a name, registered or not. *Local.*"""
+        if name not in self._meant:
+            with self.lock:
+                self._meant.setdefault(name, self._meaning(name))
+
+    def _meaning(self, name: str) -> Hashable:
+        state = self.named.get(name)
+        return None if state is None else state.meaning
+
+    def _rekey(self) -> None:
+        """Tell compilers where a name that compiled code looked up has another meaning than it had."""
+        with self.lock:
+            found = ((name, self._meaning(name), meant) for name, meant in list(self._meant.items()))
+            naming = frozenset((name, now) for name, now, meant in found if now != meant)
+            if naming != self.naming:
+                self.naming = naming
+                for _, rekey in self._compilers:
+                    rekey(naming)
 
     def get(self, name: str) -> ParallelState:
         """Return the state of a name. *Local.*
@@ -34,6 +69,9 @@ class Registry:
         Raises:
             UnknownStateError: The name is not registered; the message lists those that are.
         """
+        for is_compiling, _ in self._compilers:
+            if isinstance(name, str) and is_compiling():
+                self.note_compiled(name)
         try:
             return self.named[name]
         except (KeyError, TypeError):
@@ -72,10 +110,12 @@ class Registry:
         self._count()
         if name not in state.names:
             state.names.append(name)
+        self._rekey()
 
     def unname(self, name: str) -> None:
         """Take one name from its state, which keeps its others. *Local.*"""
         self.named.pop(name).names.remove(name)
+        self._rekey()
 
     def taken(self, name: str, plan: StatePlan) -> ParallelState | None:
         """Return the live state that already has the name, after a warning, or None. *Local.*
@@ -123,6 +163,7 @@ class Registry:
         self._cleared.add(name)
         if len(state.names) > 1:  # messages call a state that is gone by its last name
             state.names.remove(name)
+        self._rekey()
         return state
 
     def drop(self, states: list[ParallelState]) -> None:
@@ -133,6 +174,7 @@ class Registry:
             self._cleared.add(name)
         self._states = {plan: state for plan, state in self._states.items() if id(state) not in gone}
         self._count()
+        self._rekey()
 
     def _count(self) -> None:
         self.has_several = len({plan.topology for plan in self._states}) > 1

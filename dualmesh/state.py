@@ -6,7 +6,7 @@ modules, since it is the whole contract that every backend's state fills; the se
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar
 
 from dualmesh import travel
@@ -76,6 +76,11 @@ class ParallelState(SeedAttributes, ABC):
         self._travel_number = travel.numbered(self)
 
     # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def meaning(self) -> Hashable:
+        """What code that was compiled for the state depends on: states that mean the same may take each other's."""
+        return self.plan
 
     @property
     def spec(self) -> TopologySpec:

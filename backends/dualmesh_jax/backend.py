@@ -15,15 +15,18 @@ from dualmesh.backend import Backend, Launch
 from dualmesh.border import Border
 from dualmesh.errors import BackendError, SessionError
 from dualmesh.fabric import Fabric
+from dualmesh.registry import registry
 from dualmesh.resolution import whole
 from dualmesh.scope import add_mirror
 from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan, World
 from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
+from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.border import JaxBorder
 from dualmesh_jax.devices import axis_type, check_local, ordered_devices, request_cpu_devices, too_few
 from dualmesh_jax.fabric import JaxFabric
+from dualmesh_jax.keys import key_by_names
 from dualmesh_jax.launching import join, joins_others, leave_memory
 from dualmesh_jax.meshes import MeshBook
 from dualmesh_jax.private import backend_is_initialized
@@ -47,6 +50,7 @@ class JaxBackend(Backend):
         self._store: JaxStore | None = None
         self._launched = False
         add_mirror(JaxMirror())
+        registry.add_compiler(is_tracing, key_by_names)
 
     def world(self) -> World | None:
         if self._world is None and not self._launched and jax.distributed.is_initialized():

@@ -24,7 +24,7 @@ from dualmesh.verbs import Collectives, Kind
 from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged
-from dualmesh_jax.surroundings import told
+from dualmesh_jax.surroundings import note_traced, told
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -65,6 +65,7 @@ class JaxCollectives(Collectives):
                 found=type(x),
             )
         self._require_inside(where, axis)
+        note_traced(self._state)  # a state given by hand is in no scope
         return kind_of(where, x.dtype)
 
     def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the ambient state is to JAX's caches: a user context that is part of every jit cache key.
+"""What the ambient state and the names of states are to JAX's caches: user contexts, part of every jit cache key.
 
 The ambient state itself is kept by `dualmesh.scope`; `scope` here keeps the two in step.
 """
@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import jax
 
 from dualmesh.errors import BackendImportError
+from dualmesh.registry import Naming
 from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan
 
@@ -19,6 +20,8 @@ NO_USER_CONTEXT = (
 _make_user_context: Any = getattr(jax, "make_user_context", None)
 # Made at import: adding a user context while other JAX code runs is not safe.
 _context: Any = None if _make_user_context is None else _make_user_context(default_value=None)
+# What names that traced code looked up mean now; one value for all threads, so that scopes cost no more for it.
+_naming: Any = None if _make_user_context is None else _make_user_context(default_value=frozenset())
 
 
 class ScopeKey:
@@ -76,3 +79,9 @@ def user_context() -> Any:
     if _context is None:
         raise BackendImportError(NO_USER_CONTEXT.format(version=jax.__version__), version=jax.__version__)
     return _context
+
+
+def key_by_names(naming: Naming) -> None:
+    """Let every jit cache depend on what names mean that traced code looked up. *Local.*"""
+    if _naming is not None:
+        _naming.set_global(naming)

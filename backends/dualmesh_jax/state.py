@@ -6,7 +6,7 @@ Meshes are made in `meshes`; what is computed on arrays is in `collectives`, `ar
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,10 @@ class JaxState(ParallelState):
         self.programs = JaxPrograms(self)
         self.models = JaxModels(self)
         self.host = JaxHostObjects(self)
+
+    @property
+    def meaning(self) -> Hashable:
+        return self.key
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh, use_abstract_mes
 
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.registry import registry
+from dualmesh.state import ParallelState
 from dualmesh_jax.meshes import SharedMesh
 from dualmesh_jax.private import mesh_outside_tracing
 
@@ -69,6 +70,7 @@ def ambient_mesh(where: str, state: "JaxState") -> AbstractContextManager[Any]:
         return jax.set_mesh(mesh)
     except ValueError:  # JAX's answer inside tracing
         around = get_abstract_mesh()
+    note_traced(state)
     ours = state.shared.abstract_mesh
     if around.manual_axes:
         if around.shape_tuple != ours.shape_tuple:
@@ -81,6 +83,12 @@ def ambient_mesh(where: str, state: "JaxState") -> AbstractContextManager[Any]:
     if outside is None or not (outside.empty or outside == mesh):
         return Unmeshed(state, around if outside is None else outside)
     return use_abstract_mesh(ours if around.empty or around.size == ours.size else _NO_MESH)
+
+
+def note_traced(state: ParallelState) -> None:
+    """Let what is being traced be traced anew once a name of the state means another one, or none. *Local.*"""
+    for name in state.names:
+        registry.note_compiled(name)
 
 
 class Unmeshed:
@@ -132,6 +140,7 @@ def check_one_place(where: str, state: "JaxState", *, is_staging: bool) -> None:
     Raises:
         ShardingError: That is so.
     """
+    note_traced(state)
     outside, shared = mesh_outside_tracing(), state.shared
     if outside is None:
         return

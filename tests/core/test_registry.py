@@ -10,6 +10,7 @@ from dualmesh.errors import (
     TakenNameError,
     UnknownStateError,
 )
+from dualmesh.registry import Registry
 from dualmesh.solo import solo_state
 
 
@@ -222,3 +223,32 @@ def test_sizes_that_do_not_fit_the_listed_ranks_are_refused_with_the_list():
                 dm.init_parallel_state(spec=spec, ranks=[2, 5], name="some")
         with pytest.raises(SpecError, match=r"^Topology: "):
             dm.init_parallel_state(tp_size=3)
+
+
+def test_naming_differs_while_a_name_that_compiled_code_looked_up_means_something_else(world):
+    """New names and names that nothing compiled looked up change nothing; the old meaning is the old value."""
+    compiling, told = [], []
+    registry = Registry()
+    registry.add_compiler(lambda: bool(compiling), told.append)
+    dp, tp = dm.init_parallel_state(dp_size=8, name="dp"), dm.init_parallel_state(tp_size=8, name="tp")
+    registry.add("talker", dp)
+    registry.get("talker")
+    registry.drop([dp])
+    assert told == [frozenset()], "no compiled code looked it up"
+    registry.add("talker", dp)
+    compiling.append(True)
+    registry.get("talker")
+    with pytest.raises(UnknownStateError):
+        registry.get("later")
+    compiling.clear()
+    registry.add("other", tp)
+    assert told == [frozenset()]
+    registry.unname("talker")
+    registry.add("talker", tp)
+    registry.add("later", tp)
+    registry.unname("talker")
+    registry.add("talker", dp)
+    gone, renamed, later = ("talker", None), ("talker", tp.plan), ("later", tp.plan)
+    assert [set(naming) for naming in told] == [set(), {gone}, {renamed}, {renamed, later}, {gone, later}, {later}]
+    tp.names.remove("other")
+    tp.names.remove("later")

@@ -5,7 +5,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, ScopeError, StaleStateError
-from tests.jax_backend.worker import in_jax, two_meshes
+from tests.jax_backend.worker import in_jax, two_grids, two_meshes
 
 X = np.arange(8.0)
 
@@ -64,3 +64,23 @@ def test_what_was_traced_is_lowered_in_its_own_state_only():
         np.testing.assert_array_equal(np.asarray(compiled(X)), 4 * X)
         with pytest.raises(ArgumentError, match="a Lowered function is not compiled yet"):
             lowered(X)
+
+
+@in_jax()
+def test_a_function_whose_names_mean_something_else_now_is_refused():
+    """The old meaning again is fine."""
+    import jax
+
+    two_grids()
+
+    @dm.use_parallel_state("talker")
+    def size(x):
+        return x * dm.get_parallel_state().size("dp")
+
+    compiled = dm.aot(jax.jit(size)).lower(X).compile()
+    np.testing.assert_array_equal(np.asarray(compiled(X)), 8 * X)
+    dm.clear_parallel_state("talker")
+    with pytest.raises(ScopeError, match=r"names that traced code looked up mean other states, or none: 'talker'"):
+        compiled(X)
+    dm.init_parallel_state(dp_size=8, name="talker")
+    np.testing.assert_array_equal(np.asarray(compiled(X)), 8 * X)

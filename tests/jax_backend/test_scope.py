@@ -348,3 +348,100 @@ def test_an_old_answer_never_outlives_its_session_or_its_mesh():
     states = {"one": dm.TopologySpec({"dp": 8}), "two": dm.TopologySpec({"x": 2, "y": 4})}
     dm.init_parallel_states(states)
     assert mesh_of(X).sharding.mesh.axis_names == ("x", "y")
+
+
+def asked_by_name(traces):
+    """Return jitted functions that ask for "talker" by its name, each in another way, and note when traced."""
+    import jax
+
+    def opened(x):
+        traces.append("opened")
+        with dm.use_parallel_state("talker") as talker:
+            return x * talker.size("dp")
+
+    def asked(x):
+        traces.append("asked")
+        return x * dm.get_parallel_state_by_name("talker").size("dp")
+
+    def size(x):
+        traces.append("scoped")
+        return x * dm.get_parallel_state().size("dp")
+
+    def if_there(x):
+        traces.append("if there")
+        try:
+            return x * dm.get_parallel_state_by_name("talker").size("dp")
+        except dm.errors.UnknownStateError:
+            return -x
+
+    lifted = dm.shard_map(lambda x: opened(x), dm.P("dp"), dm.P("dp"))
+    scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _: (opened(carry), None), x, None, length=1)[0])
+    functions = {
+        **{fn.__name__: jax.jit(fn) for fn in (opened, asked, if_there)},
+        **{"scoped": jax.jit(dm.scoped(size, "talker")), "decorated": jax.jit(dm.use_parallel_state("talker")(size))},
+        **{"checkpoint": jax.jit(jax.checkpoint(opened)), "lifted": lifted, "scan": scanned},
+    }
+    return functions
+
+
+def answers(functions, x):
+    """Return what each function makes of ones, or the name of its error."""
+    found = {}
+    for name, fn in functions.items():
+        try:
+            found[name] = float(np.asarray(fn(x)).mean())
+        except Exception as error:
+            found[name] = type(error).__name__
+    return found
+
+
+@in_jax()
+@pytest.mark.parametrize("ambient", [None, "thinker"])
+def test_jitted_code_that_looks_up_a_name_answers_for_what_it_means_now(ambient):
+    """A new name and the old meaning again compile nothing; another meaning answers for it; none is an error."""
+    import contextlib
+
+    specs = {"thinker": {"dp": 4, "tp": 2}, "talker": {"dp": 8}, "spare": {"a": 2, "b": 2, "c": 2}}
+    dm.init_parallel_states({name: dm.TopologySpec(spec) for name, spec in specs.items()}, default="thinker")
+    traces, x = [], np.ones(8, np.float32)
+    functions = asked_by_name(traces)
+
+    def scope():
+        return contextlib.nullcontext() if ambient is None else dm.use_parallel_state(ambient)
+
+    def now():
+        with scope():
+            return answers(functions, x)
+
+    assert now() == dict.fromkeys(functions, 8)
+    count = len(traces)
+    dm.init_parallel_state(spec=dm.TopologySpec({"q": 8}), name="another")
+    dm.clear_parallel_state("another")
+    assert now() == dict.fromkeys(functions, 8)
+    assert len(traces) == count
+    dm.clear_parallel_state("talker")
+    assert now() == dict.fromkeys(functions, "UnknownStateError") | {"if_there": -1}
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2, "tp": 4}), name="talker")
+    assert now() == dict.fromkeys(functions, 2)
+    dm.clear_parallel_state("talker")
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}), name="talker")
+    count = len(traces)
+    assert now() == dict.fromkeys(functions, 8)
+    assert len(traces) == count
+
+
+@in_jax()
+def test_jitted_code_that_was_given_a_state_refuses_once_it_is_cleared():
+    """A captured state is stale in compiled code as it is outside."""
+    import jax
+
+    talker = two_grids()["talker"]
+    total = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp", state=talker), dm.P("dp"), dm.P(), state=talker)
+    functions = {
+        "lifted": jax.jit(lambda x: total(x)),
+        "constrained": jax.jit(lambda x: dm.constrain(x, dm.P("dp"), state=talker)),
+    }
+    assert set(answers(functions, X)) == {"lifted", "constrained"}
+    assert "StaleStateError" not in answers(functions, X).values()
+    dm.clear_parallel_state("talker")
+    assert answers(functions, X) == dict.fromkeys(functions, "StaleStateError")
