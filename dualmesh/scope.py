@@ -88,6 +88,7 @@ write: Callable[[Scope | None], object] = _CURRENT.set
 this_thread = ThreadMirror()
 _mirrors: tuple[ScopeMirror, ...] = ()
 _elsewhere: Callable[[], Scope | None] | None = None
+_find_region: Callable[[], Scope | None] | None = None
 _explain: Callable[[BaseException], None] | None = None
 _default: ParallelState | None = None
 _default_name = "base"
@@ -108,6 +109,8 @@ def get_parallel_state() -> ParallelState:
     scope = read()
     if scope is not this_thread.scope:
         _allow_apart(scope)
+    if _find_region is not None:
+        scope = region() or scope
     if scope is None and _elsewhere is not None:
         scope = _elsewhere()
     if scope is not None:
@@ -133,7 +136,17 @@ def current_scope() -> Scope | None:
     scope = read()
     if scope is not this_thread.scope:
         _allow_apart(scope)
+    if _find_region is not None:
+        scope = region() or scope
     return scope if scope is not None or _elsewhere is None else _elsewhere()
+
+
+def region() -> Scope | None:
+    """Return the scope of the traced code on whose behalf this runs: a gradient rule is traced after it. *Local.*
+
+    None where this is not so, and in code that torch compiles.
+    """
+    return None if _find_region is None else _find_region()
 
 
 def _allow_apart(scope: Scope | None) -> None:
@@ -363,6 +376,12 @@ def set_elsewhere(find: Callable[[], Scope | None]) -> None:
     """Let `find` say which scope a thread is in that entered none: a framework's worker thread. *Local.*"""
     global _elsewhere
     _elsewhere = find
+
+
+def set_region(find: Callable[[], Scope | None]) -> None:
+    """Let `find` say in which scope the code was traced on whose behalf this runs, where it was in one. *Local.*"""
+    global _find_region
+    _find_region = find
 
 
 def set_explainer(explain: Callable[[BaseException], None]) -> None:

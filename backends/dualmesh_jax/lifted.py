@@ -9,6 +9,7 @@ Gradients and recomputation are in `programs`, containers of specs in `specs`, w
 import functools
 from collections import ChainMap
 from collections.abc import Callable
+from contextlib import nullcontext
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from dualmesh.cautions import caution
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.partition_spec import P, is_spec
 from dualmesh.programs import warn_of_forgotten
+from dualmesh.registry import registry
 from dualmesh.scope import current_scope
 from dualmesh_jax.arrays import is_staging, is_tracing, laid_out
 from dualmesh_jax.captures import Contents, captured, changed
+from dualmesh_jax.regions import region_of
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
 from dualmesh_jax.surroundings import ambient_mesh, check_one_place
 from dualmesh_jax.watch import run_together
@@ -130,7 +133,8 @@ class Lifted:
 
     def _body(self, *blocks: Any) -> Any:
         before = captured(self._fn)
-        results = self._fn(*blocks)
+        with region_of(self._state) if registry.has_several else nullcontext():
+            results = self._fn(*blocks)
         self._own |= changed(before, captured(self._fn))
         mapped_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
         if self._has_partial:

@@ -26,6 +26,14 @@ except ImportError:  # another JAX: processes do not compare states first, and e
 # Retired by one that does (https://github.com/jax-ml/jax/blob/main/jax/core.py).
 _outside_tracing: Any = getattr(jax.core, "eval_context", None)
 
+_metadata: Callable[[], dict[str, Any] | None] | None
+try:
+    # The public `set_xla_metadata` has no reader. Seen in jax 0.10.2; retired by one
+    # (https://github.com/jax-ml/jax/blob/main/jax/_src/xla_metadata_lib.py).
+    from jax._src.xla_metadata_lib import current_xla_metadata as _metadata
+except ImportError:  # another JAX: gradient rules run in the state that is ambient when they are traced
+    _metadata = None
+
 _STORE_METHODS = (
     *("key_value_increment", "key_value_set", "key_value_try_get", "blocking_key_value_get", "key_value_delete"),
     *("key_value_set_bytes", "key_value_dir_get", "key_value_dir_get_bytes", "wait_at_barrier"),
@@ -55,3 +63,9 @@ def mesh_outside_tracing() -> Mesh | None:
             return get_mesh()
     except ValueError:  # JAX's answer inside tracing
         return None
+
+
+def xla_metadata(key: str) -> str | None:
+    """Return what `set_xla_metadata` holds under a key here, None for nothing or where it cannot be told. *Local.*"""
+    held = None if _metadata is None else _metadata()
+    return None if held is None else held.get(key)

@@ -9,9 +9,11 @@ from typing import Any
 from dualmesh.errors import ScopeError
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
+from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.keys import key_of, user_context
+from dualmesh_jax.regions import region_to_mark
 from dualmesh_jax.state import JaxState
-from dualmesh_jax.surroundings import ambient_mesh
+from dualmesh_jax.surroundings import ambient_mesh, note_traced
 
 APART = (
     "get_parallel_state: the ambient state here is {name}, but this thread, by which JAX caches what it traces, is in "
@@ -27,20 +29,27 @@ class JaxMirror:
     def __init__(self) -> None:
         self._context = user_context()
 
-    def enter(self, scope: Scope) -> tuple[Any, Any]:
+    def enter(self, scope: Scope) -> tuple[Any, Any, Any]:
         state = scope.state
+        mesh = None
         if type(state) is JaxState:
             mesh = ambient_mesh("use_parallel_state", state)
             mesh.__enter__()
             context = self._context(state.key)
-            context.__enter__()
-            return context, mesh
-        context = self._context(key_of(state))
+        else:
+            if is_tracing():
+                note_traced(state)
+            context = self._context(key_of(state))
         context.__enter__()
-        return context, None
+        region = region_to_mark(state)
+        if region is not None:
+            region.__enter__()
+        return context, mesh, region
 
-    def leave(self, held: tuple[Any, Any]) -> None:
-        context, mesh = held
+    def leave(self, held: tuple[Any, Any, Any]) -> None:
+        context, mesh, region = held
+        if region is not None:
+            region.__exit__(None, None, None)
         context.__exit__(None, None, None)
         if mesh is not None:
             error = sys.exception()  # what leaves the scope, where something does

@@ -45,6 +45,11 @@ def _hold(scope: Scope) -> None:
     """Nothing to do: a scope opened in compiled code ends there, and no other mirror is asked in between."""
 
 
+@torch.compiler.substitute_in_graph(core.region)
+def _region() -> None:
+    """Nothing to find: what torch compiles is traced by no other framework."""
+
+
 @torch.compiler.substitute_in_graph(check_unscoped)
 def _check_unscoped(name: str) -> None:
     """Nothing to do: compiled code says nothing."""
