@@ -11,6 +11,7 @@ from dualmesh.sequence.blocks import (
     roll,
     sequence_positions,
     slice_sequence,
+    token_weighted_mean,
     unpad_sequence,
 )
 from dualmesh.sequence.getters import (
@@ -79,6 +80,7 @@ __all__ = [
     "sp_pad",
     "sp_pad_and_slice",
     "sp_take_own_seq",
+    "token_weighted_mean",
     "ulysses_attention",
     "unpad_sequence",
     "unpad_tensor",

@@ -6,6 +6,7 @@ Attention over a split sequence is in `ulysses` and `ring`.
 from typing import Any
 
 from dualmesh import ops
+from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
@@ -121,3 +122,26 @@ def balanced(x: Any, dim: int, size: int, *, inverse: bool = False) -> Any:
     xp = array_api_compat.array_namespace(x)
     lead = (slice(None),) * dim
     return xp.concat([x[(*lead, slice(i * chunk, (i + 1) * chunk))] for i in order], axis=dim)
+
+
+def token_weighted_mean(mean: Any, count: Any, axis: Axis = "sp", *, state: ParallelState | None = None) -> Any:
+    """Return the mean over the tokens of all indices, from each index' mean; 0 where nobody has tokens. *Collective.*
+
+    Every index gets the value. Gradient of the own mean: own tokens / all tokens, with no sum, as every index counts
+    one and the same loss: two indices with 3 tokens and 1 get 0.75 and 0.25. `dm.token_mean` is for sums of losses.
+
+    Args:
+        mean: The mean over this index' tokens, a scalar; may be NaN where it has none.
+        count: The number of this index' tokens.
+        axis: What the tokens are split over.
+    """
+    owner = meant("sequence.token_weighted_mean", state)
+    xp = array_api_compat.array_namespace(mean)
+    # Counts are summed as they are, and shares made in 32 bits at least: 16 bits do not hold a count above 256.
+    own = count if hasattr(count, "dtype") else xp.asarray(count, device=array_api_compat.device(mean))
+    own = owner.collectives.stop_gradient(own)
+    total = ops.all_reduce(own, axis, state=state)
+    shares = xp.result_type(mean.dtype, xp.float32)
+    share = xp.astype(own, shares) / xp.astype(xp.where(total > 0, total, xp.ones_like(total)), shares)
+    part = xp.where(own > 0, mean, xp.zeros_like(mean)) * xp.astype(share, mean.dtype)
+    return ops.leave(part, axis, state=state)

@@ -13,9 +13,9 @@ from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
 from dualmesh.resolution import positive
 from dualmesh.scope import get_parallel_state
-from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
+from dualmesh.sequence.blocks import pad_sequence, token_weighted_mean, unpad_sequence
 from dualmesh.sequence.native_groups import found, in_state_of_group, is_native
-from dualmesh.sequence.packed import gathered_lengths, joined_segments, own_segment
+from dualmesh.sequence.packed import agree_on_segments, joined_segments, own_segment
 from dualmesh.topology import Axis
 
 
@@ -38,16 +38,24 @@ def unpad_tensor(x: Any, dim: int, padding_size: int) -> Any:
     return unpad_sequence(x, dim, x.shape[dim] - positive(where, "padding_size", padding_size, least=0))
 
 
-def sp_pad(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale: int = 1) -> Any:
-    """Append `pad_value` along `dim` up to a multiple of the size of sp times `pad_scale`. *Local.*"""
-    dim = checked_dim("sequence.sp_pad", tensor, dim)
-    unit = ops.axis_size("sp") * positive("sequence.sp_pad", "pad_scale", pad_scale)
-    return pad_tensor(tensor, dim, -tensor.shape[dim] % unit, pad_value)
+def sp_pad(tensor: Any, dim: int = -1, pad_value: float = 0) -> Any:
+    """Append `pad_value` along `dim` up to a multiple of the size of sp. *Local.*"""
+    return _padded(tensor, dim, pad_value, 1)
 
 
 def sp_pad_and_slice(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale: int = 1) -> Any:
-    """Return my block over sp of what `sp_pad` returns. *Local.* Gradient: zeros outside the block."""
-    return ops.take_block(sp_pad(tensor, dim, pad_value, pad_scale), "sp", dim)
+    """Return my block over sp of a padded sequence. *Local.* Gradient: zeros outside the block.
+
+    Args:
+        pad_value: Appended along `dim` up to a multiple of the size of sp times `pad_scale`.
+    """
+    return ops.take_block(_padded(tensor, dim, pad_value, pad_scale), "sp", dim)
+
+
+def _padded(x: Any, dim: int, value: float, scale: int) -> Any:
+    dim = checked_dim("sequence.sp_pad", x, dim)
+    unit = ops.axis_size("sp") * positive("sequence.sp_pad", "pad_scale", scale)
+    return pad_tensor(x, dim, -x.shape[dim] % unit, value)
 
 
 @in_state_of_group
@@ -55,13 +63,22 @@ def slice_input_tensor(x: Any, dim: int, padding: bool = True, padding_value: fl
     """Return my block of a sequence that every index holds whole. *Local.* Gradient: zeros outside the block.
 
     Args:
+        padding: Append `padding_value` where the size does not divide `dim`. Without it every block has the length of
+            the first, ceil(length / size), but what is left for the last ones is shorter or empty.
         group: What it is split over; None: sp.
 
     Raises:
-        ShapeError: The size does not divide `dim`, and `padding` is off.
+        ShapeError: JAX, where blocks have one shape: the size does not divide `dim`, and `padding` is off.
     """
     axis = _axis(group, "sp")
-    return ops.take_block(pad_sequence(x, dim, axis, value=padding_value) if padding else x, axis, dim)
+    if padding:
+        return ops.take_block(pad_sequence(x, dim, axis, value=padding_value), axis, dim)
+    dim = checked_dim("sequence.slice_input_tensor", x, dim)
+    index, block = ops.axis_index(axis), -(-x.shape[dim] // ops.axis_size(axis))
+    if not isinstance(index, int):
+        return ops.take_block(x, axis, dim)
+    length = x.shape[dim]
+    return x[(*(slice(None),) * dim, slice(min(block * index, length), min(block * (index + 1), length)))]
 
 
 @in_state_of_group
@@ -85,7 +102,7 @@ def gather_outputs(
     gather_dim: int,
     padding_dim: int | None = None,
     unpad_dim_size: int | None = None,
-    scale_grad: bool = True,
+    scale_grad: bool = False,
     group: Any = None,
     *,
     lengths: Sequence[int] | None = None,
@@ -96,24 +113,26 @@ def gather_outputs(
     (3, 4): 4 and 6, or 8 and 12 with `scale_grad`.
 
     Args:
-        padding_dim: Cut this dim to `unpad_dim_size`; None: cut nothing.
+        padding_dim: Cut off this dim what brought `unpad_dim_size` to a multiple of the size; None: cut nothing.
         group: What it is split over; None: sp.
         lengths: The length of every index' part; None: they are exchanged (JAX: equal).
     """
     axis = _axis(group, "sp")
-    x = scaled_gradient(x, ops.axis_size(axis)) if scale_grad else x
-    whole = joined_segments(x, gather_dim, axis, gathered_lengths(x, gather_dim, axis, lengths))
-    if padding_dim is None:
-        return whole
-    if unpad_dim_size is None:
+    size = ops.axis_size(axis)
+    if padding_dim is not None and unpad_dim_size is None:
         raise ArgumentError("sequence.gather_outputs: padding_dim is given, unpad_dim_size is not. Give both or none.")
-    return unpad_sequence(whole, padding_dim, unpad_dim_size)
+    x, known = agree_on_segments(scaled_gradient(x, size) if scale_grad else x, gather_dim, axis, lengths)
+    whole = joined_segments(x, gather_dim, axis, known)
+    if padding_dim is None or unpad_dim_size is None:
+        return whole
+    missing = -positive("sequence.gather_outputs", "unpad_dim_size", unpad_dim_size, least=0) % size
+    return unpad_tensor(whole, padding_dim, missing)
 
 
 def sp_gather_seqs(local: Any, dim: int, *, lengths: Sequence[int] | None = None) -> tuple[Any, list[int], Any]:
     """Concatenate the sequences of all indices of sp, of any lengths. *Collective over sp.*
 
-    Gradient: my part of the summed cotangents.
+    Unlike float dtypes become their common one. Gradient: my part of the summed cotangents.
 
     Args:
         local: This rank's sequence. Where shapes must be equal on all ranks (JAX), of the longest length, the rest
@@ -123,7 +142,7 @@ def sp_gather_seqs(local: Any, dim: int, *, lengths: Sequence[int] | None = None
     Returns:
         (the packed sequence, the lengths in index order, this rank's index).
     """
-    known = gathered_lengths(local, dim, "sp", lengths)
+    local, known = agree_on_segments(local, dim, "sp", lengths)
     return joined_segments(local, dim, "sp", known), list(known), ops.axis_index("sp")
 
 
@@ -146,20 +165,23 @@ def gather_seq_scatter_heads_qkv(
     """Trade a split sequence for split heads in one exchange of fused query, key and value. *Collective.*
 
     The last dim holds three projections of p each; every index gets p / size of each of them. Gradient: the exact
-    transpose.
+    transpose. Where no group is given and ulysses has size 1, the input is returned as it is.
 
     Args:
-        unpadded_dim_size: Cut the gathered sequence to this length.
+        unpadded_dim_size: Cut the gathered sequence to this length, where the size does not divide it.
         restore_shape: Return (..., 3 p / size) instead of (..., 3, p / size).
         group: What it is split over; None: ulysses.
     """
     where = "sequence.gather_seq_scatter_heads_qkv"
     axis = _axis(group, "ulysses")
+    size = ops.axis_size(axis)
+    if group is None and size == 1:
+        return qkv_tensor
     seq_dim, width = checked_dim(where, qkv_tensor, seq_dim), qkv_tensor.shape[-1]
-    if width % (3 * ops.axis_size(axis)) or seq_dim == len(qkv_tensor.shape) - 1:
+    if width % (3 * size) or seq_dim == len(qkv_tensor.shape) - 1:
         raise ShapeError(
             f"{where}: shape {tuple(qkv_tensor.shape)} with seq_dim {seq_dim}. The last dim holds three projections, "
-            f"so 3 * {ops.axis_size(axis)} must divide it, and the sequence must be another dim.",
+            f"so 3 * {size} must divide it, and the sequence must be another dim.",
             shape=tuple(qkv_tensor.shape),
         )
     xp = array_api_compat.array_namespace(qkv_tensor)
@@ -167,25 +189,27 @@ def gather_seq_scatter_heads_qkv(
     traded = ops.all_to_all(split, axis, split_dim=-1, concat_dim=seq_dim)
     if restore_shape:
         traded = xp.reshape(traded, (*traded.shape[:-2], 3 * traded.shape[-1]))
-    return traded if not unpadded_dim_size else unpad_sequence(traded, seq_dim, unpadded_dim_size)
+    if not unpadded_dim_size or unpadded_dim_size % size == 0:
+        return traded
+    return unpad_sequence(traded, seq_dim, unpadded_dim_size)
 
 
 @in_state_of_group
 def reduce_sequence_parallel_loss(loss: Any, num_valid_tokens: Any, group: Any = None) -> Any:
     """Return the mean over the tokens of all indices, of each index' mean; 0 where nobody has tokens. *Collective.*
 
-    Gradient of the own mean: own tokens / all tokens, with no sum: every index counts the same loss once. Indices
-    without tokens may bring NaN.
+    Gradient of the own mean: size * own tokens / all tokens: VeOmni's trainers average gradients over the sequence
+    axes too, which takes the size back. Two indices with 3 tokens and 1: 1.5 and 0.5. `token_weighted_mean` is the same
+    value with a factor of one. The count is not overwritten by the sum, as it is there.
 
     Args:
+        loss: The mean over this index' tokens; may be NaN where it has none.
+        num_valid_tokens: Their number.
         group: What the tokens are split over; None: sp.
     """
     axis = _axis(group, "sp")
-    xp = array_api_compat.array_namespace(loss)
-    own = xp.zeros_like(loss) + num_valid_tokens
-    total = ops.all_reduce(get_parallel_state().collectives.stop_gradient(own), axis)
-    summed = ops.leave(xp.where(own > 0, loss, xp.zeros_like(loss)) * own, axis)
-    return summed / xp.where(total > 0, total, xp.ones_like(total))
+    size = ops.axis_size(axis)
+    return token_weighted_mean(scaled_gradient(loss, size), num_valid_tokens, axis)
 
 
 def _axis(group: Any, default: str) -> Axis:

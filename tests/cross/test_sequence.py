@@ -4,7 +4,7 @@ import numpy as np
 
 import dualmesh as dm
 from dualmesh.testing import assert_same, compare_places
-from tests.worlds import wide_worlds
+from tests.worlds import wide_worlds, worlds
 
 SIZE, LENGTHS = 4, (3, 1, 0, 2)
 
@@ -27,9 +27,9 @@ def seed_functions():
         "slice padded": lambda x: seq.slice_input_tensor(x, 1, padding_value=7),
         "slice scaled": lambda x: seq.slice_input_tensor_scale_grad(x, 0),
         "slice unscaled": lambda x: seq.slice_input_tensor_scale_grad(x, 0, scale_grad=False, group=("ulysses", "cp")),
-        "gather scaled": lambda x: seq.gather_outputs(x, 0),
-        "gather": lambda x: seq.gather_outputs(x, -1, scale_grad=False),
-        "gather unpadded": lambda x: seq.gather_outputs(x, 0, 0, 6, scale_grad=False),
+        "gather scaled": lambda x: seq.gather_outputs(x, 0, scale_grad=True),
+        "gather": lambda x: seq.gather_outputs(x, -1),
+        "gather unpadded": lambda x: seq.gather_outputs(x, 0, 0, 6),
         "pad and slice": lambda x: seq.sp_pad_and_slice(x, -1, 7, 2),
         "qkv": lambda x: seq.gather_seq_scatter_heads_qkv(x, 0),
         "qkv split": lambda x: seq.gather_seq_scatter_heads_qkv(x, 0, unpadded_dim_size=7, restore_shape=False),
@@ -150,22 +150,43 @@ LOSSES = [
 
 
 def reduced(means, counts):
-    pairs = zip(means, counts, strict=True)
-    return tuple(dm.sequence.reduce_sequence_parallel_loss(x[0], n[0])[None] for x, n in pairs)
+    pairs = [(x[0], n[0]) for x, n in zip(means, counts, strict=True)]
+    own = [dm.sequence.token_weighted_mean(x, n) for x, n in pairs]
+    source = [dm.sequence.reduce_sequence_parallel_loss(x, n) for x, n in pairs]
+    return tuple(one[None] for one in (*own, *source))
 
 
 def test_a_reduced_loss_weighs_by_tokens_and_survives_ranks_without():
+    """VeOmni's form has VeOmni's factor, the size, in its gradient; our own has none."""
     means, counts = ([np.array(one) for one in side] for side in zip(*LOSSES, strict=True))
     totals = [max(n.sum(), 1) for n in counts]
     values = [np.nansum(x * n) / total for x, n, total in zip(means, counts, totals, strict=True)]
+
+    def pullback(weights):
+        pairs = zip(weights[: len(counts)], weights[len(counts) :], counts, totals, strict=True)
+        return [[(own + SIZE * source) * n / total for own, source, n, total in pairs]]
+
     compare_places(
         reduced,
         *([means, counts], EACH, EACH, dm.parallel_spec(ulysses_size=2, cp_size=2)),
         wrt=[0],
-        expected=tuple(np.full(4, value) for value in values),
-        pullback=lambda ws: [[w * n / total for w, n, total in zip(ws, counts, totals, strict=True)]],
+        expected=tuple(np.full(4, value) for value in (*values, *values)),
+        pullback=pullback,
         rtol=1e-13,
     )
+
+
+def counted_in_16_bits():
+    import torch
+
+    dm.init_parallel_state(ulysses_size=2)
+    mean = torch.tensor(2.0 + dm.ops.axis_index("sp"), dtype=torch.float16)
+    value = dm.sequence.token_weighted_mean(mean, torch.tensor(70_000))  # more than float16 has
+    return value.item(), str(value.dtype)
+
+
+def test_counts_are_not_rounded_to_the_dtype_of_the_loss():
+    assert worlds()["torch"](counted_in_16_bits, world_size=2) == [(2.5, "torch.float16")] * 2
 
 
 def exchanged_lengths():
