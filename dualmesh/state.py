@@ -7,10 +7,11 @@ modules, since it is the whole contract that every backend's state fills; the se
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dualmesh import travel
 from dualmesh.errors import (
+    ArgumentError,
     MembershipError,
     RankError,
     StaleStateError,
@@ -60,6 +61,15 @@ class ParallelState(SeedAttributes, ABC):
     models: Models
     host: HostObjects
     group: Callable[[Axis], Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse `ParallelState(...)`: only backends make states, when one is registered."""
+        if cls is ParallelState:
+            raise ArgumentError(
+                "ParallelState(...): a state is made where it is registered. Call init_parallel_state(...) with its "
+                "sizes and a name, and ask for it by get_parallel_state() or get_parallel_state_by_name(name)."
+            )
+        return super().__new__(cls)
 
     def __init__(self, plan: StatePlan, world: World) -> None:
         self.plan = plan
