@@ -1,27 +1,28 @@
-"""What the seed's modules and tests call by `.apply`: its private autograd functions, over functions that exist.
+"""What VeOmni's modules and tests call by `.apply`: its autograd functions, over functions that exist.
 
-Functions are in `seed_functions`; which module has which name is in `seed_modules`.
+Functions are in `functions` and `projections`; which module has which name is in `modules`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 import dualmesh as dm
-from dualmesh.sequence.packed import gathered_lengths, joined_segments
+from dualmesh.sequence.packed import agree_on_segments, joined_segments
 from dualmesh.sequence.seed import scaled_gradient
-from dualmesh_torch.seed_functions import (
-    Group,
+from dualmesh_torch.veomni import projections
+from dualmesh_torch.veomni.functions import (
     all_to_all_tensor,
     gather_outputs,
-    of_any_group,
     reduce_sequence_parallel_loss,
     slice_input_tensor_scale_grad,
 )
+from dualmesh_torch.veomni.groups import Group, of_any_group
 
 
 class AllToAllOfSequences:
-    """The seed's autograd function of that exchange."""
+    """VeOmni's autograd function of that exchange."""
 
     @staticmethod
     def apply(group: Group, local_input: torch.Tensor, scatter_dim: int, gather_dim: int, *_: bool) -> Any:
@@ -30,7 +31,7 @@ class AllToAllOfSequences:
 
 
 class SliceOfSequence:
-    """The seed's autograd function that cuts."""
+    """VeOmni's autograd function that cuts."""
 
     @staticmethod
     def apply(group: Group, local_input: torch.Tensor, dim: int, scale_grad: bool) -> Any:
@@ -39,7 +40,7 @@ class SliceOfSequence:
 
 
 class GatherOfSequence:
-    """The seed's autograd function that gathers."""
+    """VeOmni's autograd function that gathers."""
 
     @staticmethod
     def apply(
@@ -54,11 +55,11 @@ class GatherOfSequence:
         if sum_grad:
             whole: torch.Tensor = gather_outputs(local_input, dim, scale_grad=grad_scale, group=group)
             return whole
-        return _gathered_alone(local_input, dim, grad_scale, group=group)
+        return _gather_with_own_gradient(local_input, dim, grad_scale, group=group)
 
 
-class MeanOfLosses:
-    """The seed's autograd function of a mean over tokens."""
+class ReduceLoss:
+    """VeOmni's autograd function of a mean over tokens."""
 
     @staticmethod
     def apply(loss: torch.Tensor, num_valid_tokens: torch.Tensor, group: Group = None) -> Any:
@@ -66,10 +67,34 @@ class MeanOfLosses:
         return reduce_sequence_parallel_loss(loss, num_valid_tokens, group)
 
 
-@of_any_group
-def _gathered_alone(x: torch.Tensor, dim: int, is_scaled: bool, group: Group = None) -> torch.Tensor:
+class AsyncUlyssesQKVProjection:
+    """VeOmni's autograd function of the projections before attention, of `async_ulysses`."""
+
+    apply = staticmethod(projections.async_ulysses_qkv_projection)
+
+
+class AsyncUlyssesOutputProjection:
+    """VeOmni's autograd function of the projection after attention, of `async_ulysses`."""
+
+    apply = staticmethod(projections.async_ulysses_output_projection)
+
+
+class AsyncUlyssesQKVProjectionDit:
+    """VeOmni's autograd function of the projections before attention, of `async_ulysses_dit`."""
+
+    apply = staticmethod(projections.async_ulysses_qkv_projection_dit)
+
+
+class AsyncUlyssesOutputProjectionDit:
+    """VeOmni's autograd function of the projection after attention, of `async_ulysses_dit`."""
+
+    apply = staticmethod(projections.async_ulysses_output_projection_dit)
+
+
+@partial(of_any_group, default="sp")
+def _gather_with_own_gradient(x: torch.Tensor, dim: int, is_scaled: bool, group: Group = None) -> torch.Tensor:
     axis: Any = "sp" if group is None else group
-    lengths = gathered_lengths(x, dim, axis, None)
+    x, lengths = agree_on_segments(x, dim, axis, None)
     index = dm.ops.axis_index(axis)
     blocks = list(joined_segments(x.detach(), dim, axis, lengths).split(list(lengths), dim))
     blocks[index] = scaled_gradient(x, dm.ops.axis_size(axis)) if is_scaled else x

@@ -1,6 +1,6 @@
-"""The seed's modules by their own names, so that code which cannot be changed imports `veomni` functions from here.
+"""VeOmni's modules by their own names, so that code which cannot be changed imports `veomni` functions from here.
 
-What they hold is in `veomni`.
+What they hold is in the package's other modules.
 """
 
 import importlib
@@ -18,21 +18,27 @@ from dualmesh.state import ParallelState
 
 ROOT, PARENT = "veomni", "veomni.distributed"
 STATE, SEQUENCE = f"{PARENT}.parallel_state", f"{PARENT}.sequence_parallel"
-PARTS = ("async_ulysses", "comm", "data", "loss", "ulysses", "utils")
-"""The modules of sequence_parallel. Each has all names: which one is where differs between the seed's releases."""
+PARTS = ("async_ulysses", "async_ulysses_dit", "comm", "data", "loss", "ulysses", "utils")
+"""The modules of sequence_parallel. Each has all names: which one is where differs between VeOmni's releases."""
 _OWNED = "groups belong to states: register one with init_parallel_state(ulysses_size=..., cp_size=...)"
 _BALANCE = "balances the load of vision encoders, which dualmesh does not do"
+_TESTED = "is inside VeOmni's own code, which does not run here: patch what calls it, or register a state"
 REFUSED = {
     **dict.fromkeys(("init_sequence_parallel", "set_data_parallel_group", "set_context_parallel_group"), _OWNED),
-    **dict.fromkeys(("set_ulysses_sequence_parallel_group", "set_unified_sequence_parallel_group"), _OWNED),
+    "set_unified_sequence_parallel_group": _OWNED,
     "init_ep_mesh_matrix": "meshes of experts are state.submesh('ep_fsdp', 'ep')",
-    "create_parallel_state_from_mesh": _OWNED,
+    **dict.fromkeys(("create_parallel_state_from_mesh", "build_parallel_state"), _OWNED),
     **dict.fromkeys(("vision_dp", "prepare_dp_vision_inputs", "gather_dp_vision_embeds"), _BALANCE),
     **dict.fromkeys(("ring_attention", "ring_flash_attn_func"), "is dm.sequence.ring_attention here"),
-    "AsyncUlyssesQKVProjection": "is a fused kernel; async_ulysses_qkv_projection gives its numbers",
-    "AsyncUlyssesOutputProjection": "is a fused kernel; async_ulysses_output_projection gives its numbers",
+    **dict.fromkeys(
+        ("_PARALLEL_STATE_CACHE", "_PARALLEL_STATE_CACHE_SESSION", "_parallel_state_cache_session"), _TESTED
+    ),
+    **dict.fromkeys(("_ULYSSES_SP_GROUP_OVERRIDE", "_current_state", "_GatherConcatSP", "_sp_unify_dtype"), _TESTED),
+    **dict.fromkeys(("_all_gather", "_all_gather_into_tensor", "_all_to_all", "_all_to_all_single"), _TESTED),
+    **dict.fromkeys(("_AlltoAllRegion", "_BroadcastFromOwnerSP", "_GatherToOwnerSP"), _TESTED),
+    **dict.fromkeys(("fused_layer_norm_cuda", "get_device_type", "init_device_mesh"), _TESTED),
 }
-"""Names of the seed that are left out, and why."""
+"""Names of VeOmni that are left out, and why."""
 TOO_LATE = (
     "stand_in: {name} was imported before, and others hold its names already. Call dualmesh_torch.veomni.stand_in() "
     "before anything imports veomni."
@@ -40,7 +46,7 @@ TOO_LATE = (
 
 
 class _Module(ModuleType):
-    """A module of the seed."""
+    """A module of VeOmni."""
 
     def __getattr__(self, name: str) -> Any:
         if name in REFUSED:
@@ -64,11 +70,15 @@ class _Module(ModuleType):
         return registry.named
 
 
-def put_in_place(names: Mapping[str, Any]) -> None:
-    """Put modules with these names where imports look for the seed's. *Local*; twice does nothing more.
+def put_in_place(names: Mapping[str, Any], other: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put modules with these names where imports look for VeOmni's. *Local*; twice does nothing more.
+
+    Args:
+        names: What every module has.
+        other: By part, the names that mean something else there.
 
     Raises:
-        BackendImportError: The seed's own modules are there.
+        BackendImportError: VeOmni's own modules are there.
     """
     wanted = (STATE, SEQUENCE, *(f"{SEQUENCE}.{part}" for part in PARTS))
     if all(isinstance(sys.modules.get(name), _Module) for name in wanted):
@@ -76,9 +86,8 @@ def put_in_place(names: Mapping[str, Any]) -> None:
     for name in wanted:
         if name in sys.modules:
             raise BackendImportError(TOO_LATE.format(name=name), name=name)
-    kept = {name: value for name, value in names.items() if not name.startswith("__")}
     for name in wanted:
-        sys.modules[name] = _module(name, kept)
+        sys.modules[name] = _module(name, {**names, **other.get(name.rpartition(".")[2], {})})
     try:
         for parent in (ROOT, PARENT):
             if parent not in sys.modules:
@@ -103,7 +112,7 @@ def _bring(name: str) -> None:
 
 
 def _module(name: str, names: Mapping[str, Any]) -> ModuleType:
-    module = _Module(name, "Stands in for the seed's module: the names of `dualmesh_torch.veomni`.")
+    module = _Module(name, "Stands in for VeOmni's module: the names of `dualmesh_torch.veomni`.")
     module.__dict__.update(names)
     spec = importlib.machinery.ModuleSpec(name, None, is_package=name in (ROOT, PARENT, SEQUENCE))
     module.__spec__ = spec
