@@ -79,14 +79,12 @@ class JaxCollectives(Collectives):
     def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
         if x.size == 0:
             return _empty(x, {dim: self._state.size(axis)}, {})
-        line = self._line(axis)
-        return lax.all_gather(x, line.names, axis=dim, axis_index_groups=line.groups, tiled=True)
+        return self._line(axis).gather(x, dim)
 
     def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
         if x.size == 0:
             return _empty(x, {}, {dim: self._state.size(axis)})
-        line = self._line(axis)
-        block = lax.psum_scatter(x, line.names, scatter_dimension=dim, axis_index_groups=line.groups, tiled=True)
+        block = self._line(axis).scatter_sum(x, dim)
         return block / self._state.size(axis) if op == "mean" else block
 
     def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:

@@ -95,6 +95,13 @@ def too_few(asked: int, devices: Sequence[jax.Device]) -> SessionError:
     return SessionError(message, asked=asked, found=len(devices))
 
 
+def carried_by_gloo(devices: Sequence[jax.Device]) -> bool:
+    """Tell whether gloo (or MPI) carries the collectives of some devices: CPUs, also of one process, in a runtime of
+    processes. *Local.*
+    """  # noqa: D205
+    return devices[0].platform == "cpu" and jax.distributed.is_initialized()
+
+
 def check_local(asked: int | None) -> None:
     """Refuse a process that holds another number of devices than it was to hold. *Local*; starts JAX."""
     found = jax.local_device_count()

@@ -2,6 +2,12 @@
 
 An axis of a grid is some axes of the mesh; rank groups are lists of places on all of it. The collectives themselves
 are in `collectives`.
+
+`lax.psum_scatter` on gloo, which carries JAX's collectives on CPU once `jax.distributed` runs, sends from the buffer
+that it writes its result to: the end of index 0's block is wrong now and then, without an error, from about 1 MiB on
+(https://github.com/jax-ml/jax/issues/40830), and it gives up after 30 s whatever the flags say (issue 40831). JAX's own
+transpose of `lax.all_gather` is `psum_scatter`, so there both are written with `lax.all_to_all`, which is its own
+transpose. Retired by a JAX whose `psum_scatter` passes `tests/jax_backend/test_processes.py` without it.
 """
 
 # mypy: allow-untyped-calls
@@ -20,10 +26,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Line:
-    """Names of mesh axes, slowest first, and the groups of places along them; None: one group of all."""
+    """Names of mesh axes, slowest first, and the groups of places along them; None: one group of all.
+
+    `by_exchange`: whether to gather and to scatter sums by `all_to_all`, as gloo needs it.
+    """
 
     names: Names
     groups: Groups | None = None
+    by_exchange: bool = False
 
     @cached_property
     def is_equal(self) -> bool:
@@ -50,6 +60,23 @@ class Line:
         total = self.sum(x)
         return total / self.size().astype(total.dtype)
 
+    def gather(self, x: Any, dim: int) -> Any:
+        """Join the blocks of the group along a dim, in index order; the group's sizes are equal."""
+        if not self.by_exchange:
+            return lax.all_gather(x, self.names, axis=dim, axis_index_groups=self.groups, tiled=True)
+        # Everyone is sent the same block; the transpose is an exchange and a local sum.
+        copies = jnp.broadcast_to(x, (self._equal_size(), *x.shape))
+        return lax.all_to_all(copies, self.names, 0, dim + 1, axis_index_groups=self.groups, tiled=True)[0]
+
+    def scatter_sum(self, x: Any, dim: int) -> Any:
+        """Sum over the group and keep this index' block of a dim; the group's sizes are equal."""
+        if not self.by_exchange:
+            return lax.psum_scatter(x, self.names, scatter_dimension=dim, axis_index_groups=self.groups, tiled=True)
+        blocks = lax.all_to_all(x, self.names, dim, dim, axis_index_groups=self.groups, tiled=True)
+        size = self._equal_size()
+        by_sender = blocks.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
+        return jnp.sum(by_sender, axis=dim, dtype=x.dtype)
+
     def max(self, x: Any) -> Any:
         """Return the elementwise maximum over the group."""
         return lax.pmax(x, self.names, axis_index_groups=self.groups)
@@ -63,6 +90,9 @@ class Line:
         if self.groups is None:
             return pairs
         return tuple((group[src], group[dst]) for group in self.groups for src, dst in pairs)
+
+    def _equal_size(self) -> int:
+        return int(lax.axis_size(self.names)) if self.groups is None else len(self.groups[0])
 
     def _told(self, what: str) -> Any:
         """Return the index or the group size of every place, as a constant."""

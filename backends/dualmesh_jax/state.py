@@ -19,6 +19,7 @@ from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
 from dualmesh_jax.arrays import JaxArrays
 from dualmesh_jax.collectives import JaxCollectives
+from dualmesh_jax.devices import carried_by_gloo
 from dualmesh_jax.host import JaxHostObjects
 from dualmesh_jax.keys import give_key
 from dualmesh_jax.lines import Line
@@ -166,10 +167,12 @@ class JaxState(ParallelState):
 
     def _line_for(self, axis: Axis) -> Line:
         groups = self.topology.rank_groups(axis)
+        by_exchange = carried_by_gloo(self.shared.devices)
         if groups is None:
-            return Line(self.axes(axis))
+            return Line(self.axes(axis), by_exchange=by_exchange)
         self.sizes_here(axis)
-        return Line(self.axes("world"), tuple(tuple(map(self.topology.position, group)) for group in groups))
+        places = tuple(tuple(map(self.topology.position, group)) for group in groups)
+        return Line(self.axes("world"), places, by_exchange)
 
     def _group_for(self, axis: Axis) -> tuple[str, ...]:
         return self.axes(axis)

@@ -63,6 +63,89 @@ def test_every_gradient_is_the_exact_transpose(world):
     check({case: transposed(world, case, shapes[case]) for case in some}, found, rtol=1e-12)
 
 
+def program_text(fn, *args):
+    """Return what XLA is given of a function, and of its gradient with respect to all of it."""
+    import jax
+
+    def loss(*args):
+        return (fn(*args) ** 2).sum()
+
+    every = tuple(range(len(args)))
+    return jax.jit(fn).lower(*args).as_text() + jax.jit(jax.grad(loss, every)).lower(*args).as_text()
+
+
+@in_processes(2, 2)
+def test_no_program_scatters_sums_by_gloo_whose_results_are_wrong_now_and_then():
+    """https://github.com/jax-ml/jax/issues/40830: the end of index 0's block, from about 1 MiB on."""
+    groups = dm.RankGroups([[2, 0], [1, 3]])
+    dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}), name="grid")
+    pairs = dm.init_parallel_state(spec=dm.GroupSpec({"pair": groups}), name="pairs")
+    x = np.random.default_rng(0).normal(size=(8, 4))
+    for state, axis in (("grid", "a"), ("grid", ("b", "a")), (pairs, "pair")):
+        with dm.use_parallel_state(state):
+            whole = dm.P("world")
+            for dim in (0, 1):
+                gathered = dm.shard_map(lambda x, dim=dim, axis=axis: dm.ops.all_gather(x, axis, dim), whole, whole)
+                assert "scatter" not in program_text(gathered, x)
+            for op in ("sum", "mean"):
+                given = np.tile(x, (2, 1))
+                scattered = dm.shard_map(
+                    lambda x, op=op, axis=axis: dm.ops.reduce_scatter(x, axis, 0, op), whole, whole
+                )
+                assert "scatter" not in program_text(scattered, given)
+
+
+@in_processes(1, 1)
+def test_large_sums_are_scattered_exactly():
+    """With gloo's own reduce-scatter, blocks of 16 MiB came out wrong now and then."""
+    width = 1 << 22
+    dm.init_parallel_state(dp_size=2)
+    whole = (np.arange(4 * width, dtype=np.int32).reshape(2, 2 * width) % 100_003).astype(np.float32)
+    x = dm.distribute(whole, dm.P("dp"))
+    scattered = dm.shard_map(lambda x: dm.ops.reduce_scatter(x, "dp", 1), dm.P("dp"), dm.P(None, "dp"))
+    gathered = dm.shard_map(lambda x: dm.ops.all_gather(x, "dp", 1), dm.P(None, "dp"), dm.P())
+    weighted = dm.value_and_grad(lambda w, x: (dm.shard_map(lambda w, x: dm.ops.all_reduce(
+        (dm.ops.all_gather(w, "dp", 1) * x).sum(), "dp"), (dm.P(None, "dp"), dm.P("dp")), dm.P())(w, x)))  # fmt: skip
+    for _ in range(4):
+        y = scattered(x)
+        for shard in y.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole.sum(0)[None][shard.index])
+        _, gradient = weighted(y, x)
+        for shard in gradient.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole.sum(0)[None][shard.index])
+    for shard in gathered(y).addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole.sum(0)[None])
+
+
+@in_processes(2, 2)
+def test_gathering_and_scattering_are_linear_in_every_transformation():
+    """Forward mode, second derivatives, vmap and narrow dtypes, where both are written as exchanges."""
+    import jax
+    import jax.numpy as jnp
+
+    dm.init_parallel_state(dp_size=4)
+    rng = np.random.default_rng(1)
+    x, dx = rng.normal(size=(2, 8, 5)), rng.normal(size=(2, 8, 5))
+
+    def both(x):
+        return dm.ops.reduce_scatter(jnp.sin(dm.ops.all_gather(x, "dp")) * (1 + dm.ops.axis_index("dp")), "dp")
+
+    lifted = dm.shard_map(both, dm.P("dp"), dm.P("dp"))
+    rows = jax.vmap(lifted)
+    value, tangent = jax.jit(lambda x, dx: jax.jvp(rows, (x,), (dx,)))(x, dx)
+    np.testing.assert_allclose(dm.to_numpy(value), 10 * np.sin(x), rtol=1e-12)
+    np.testing.assert_allclose(dm.to_numpy(tangent), 10 * np.cos(x) * dx, rtol=1e-12)
+    second = jax.jit(jax.grad(lambda x: (jax.grad(lambda x: lifted(x).sum())(x) ** 2).sum()))(x[0])
+    np.testing.assert_allclose(dm.to_numpy(second), -200 * np.cos(x[0]) * np.sin(x[0]), rtol=1e-12)
+    for dtype in ("int8", "uint16", "bfloat16", "float16", "complex64"):
+        small = jnp.arange(16).astype(dtype).reshape(4, 4)
+        scattered = dm.shard_map(lambda x: dm.ops.reduce_scatter(x, "dp", 1), dm.P("dp"), dm.P(None, "dp"))(small)
+        assert scattered.dtype == dtype
+        np.testing.assert_array_equal(
+            dm.to_numpy(scattered).astype("complex64"), np.arange(16).reshape(4, 4).sum(0)[None]
+        )
+
+
 @in_processes(2, 2)
 def test_arrays_are_laid_out_moved_and_read_back():
     import jax
