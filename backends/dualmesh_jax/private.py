@@ -69,3 +69,23 @@ def xla_metadata(key: str) -> str | None:
     """Return what `set_xla_metadata` holds under a key here, None for nothing or where it cannot be told. *Local.*"""
     held = None if _metadata is None else _metadata()
     return None if held is None else held.get(key)
+
+
+def is_ready(x: jax.Array) -> bool:
+    """Tell whether an array can be read without waiting, or its computation failed; True where it cannot be told.
+
+    JAX's arrays have this method, but `jax.Array` does not promise it. Seen in 0.10.2; retired by a public one
+    (https://github.com/jax-ml/jax/blob/main/jaxlib/py_array.cc).
+    """
+    asked: Callable[[], bool] | None = getattr(x, "is_ready", None)
+    return asked is None or bool(asked())
+
+
+def primal_of(x: Any) -> Any:
+    """Return what an eager gradient computes with, where `x` is its tracer; else `x`; a tracer where it cannot be told.
+
+    No public function gives it. Seen in 0.10.2 (https://github.com/jax-ml/jax/blob/main/jax/_src/interpreters/ad.py).
+    """
+    while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
+        x = x.primal
+    return x

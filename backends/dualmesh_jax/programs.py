@@ -20,6 +20,7 @@ from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
 from dualmesh_jax import federated
 from dualmesh_jax.lifted import Lifted
+from dualmesh_jax.watch import run_named
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -56,7 +57,8 @@ class JaxPrograms(Programs):
         differentiated = jax.value_and_grad(scalar, argnums)
 
         def program(*args: Any) -> tuple[Any, Any]:
-            value, gradients = differentiated(*args)
+            # Run eagerly, the backward pass is a program of JAX's own, which waits for the other processes.
+            value, gradients = run_named(self._state, "value_and_grad", differentiated, args)
             inputs = tuple(args[number] for number in argnums)
             return value, jax.tree.map(_laid_out_like, gradients, inputs)
 

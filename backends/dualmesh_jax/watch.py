@@ -25,6 +25,7 @@ from dualmesh.agreement import Matter, agree, roll_call
 from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
 from dualmesh_jax.agreement import NOUNS
+from dualmesh_jax.private import is_ready, primal_of
 from dualmesh_jax.store import JaxStore
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 EXIT_CODE = 70
 """What a process ends with that waits for processes which do not come."""
 ROLL_CALL_S = 1.0
-_SIGNS = ("gloo", "nccl", "deadline_exceeded", "unavailable", "connection", "coordination")
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 20e-6, 2e-3
+"""How long `wait_for` sleeps between two looks: a short program is not made long, a long one is not disturbed."""
+_CARRIERS = ("gloo", "nccl")
+_SIGNS = (*_CARRIERS, "deadline_exceeded", "unavailable", "connection", "coordination")
 _CURE = "Call the same programs in every process, in the same order, on arrays of equal shapes and dtypes."
 ENDED = (
     "dualmesh: {where} has waited for {limit:g} s, and {missing} not in it:{words}\nJAX cannot give up such a wait, so "
@@ -57,13 +61,53 @@ def run_together(state: "JaxState", what: str, program: Callable[..., Any], args
     if switch.on:
         _compare(store, state, what, said, processes)
     with _Waiting(store, processes, said):
-        try:
-            result = program(*args)
-            # Gloo's failures would show where the result is read, which the user's code does.
-            return jax.block_until_ready(result) if switch.on or state.device_type == "cpu" else result
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            _refuse_failure(store, state, what, error)
-            raise
+        return run_named(state, what, program, args)
+
+
+def run_named(state: "JaxState", what: str, program: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return `program(*args)`; where processes of a state fail in it together, say so in dualmesh's words.
+
+    *Collective over the state where the program is.* Nothing is compared, and nobody is waited for.
+
+    Raises:
+        GroupTimeoutError: JAX gave up waiting.
+        LostPeerError: A process died.
+    """
+    store = state.store
+    if store is None or len(state.processes) == 1:
+        return program(*args)
+    try:
+        result = program(*args)
+        if switch.on or state.device_type == "cpu":
+            wait_for(result)
+        return result
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        _refuse_failure(store, state, what, error)
+        raise
+
+
+def wait_for(result: Any) -> None:
+    """Return once the arrays of a result are there; raise as soon as one of this process' devices failed. *Local.*
+
+    Gloo's failures would show where the result is read, which the user's code does. Where a peer died, the device that
+    exchanges with it fails at once, and the other devices of this process wait for that one without end: so they are
+    not waited for in their order, but in that in which they get ready.
+    """
+    values = map(primal_of, jax.tree.leaves(result))
+    arrays = [x for x in values if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    waiting = [shard.data for x in arrays for shard in x.addressable_shards]
+    pause_s = _LEAST_PAUSE_S
+    while waiting:
+        still = []
+        for x in waiting:
+            if is_ready(x):
+                x.block_until_ready()
+            else:
+                still.append(x)
+        if len(still) == len(waiting):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+        waiting = still
 
 
 def _compare(store: JaxStore, state: "JaxState", what: str, said: str, processes: tuple[int, ...]) -> None:
@@ -83,7 +127,8 @@ def _compare(store: JaxStore, state: "JaxState", what: str, said: str, processes
 def _refuse_failure(store: JaxStore, state: "JaxState", what: str, error: Exception) -> None:
     """Say in dualmesh's words that processes could not exchange something; return where that was not the reason."""
     text, processes = str(error).lower(), state.processes
-    if isinstance(error, DualmeshError) or not any(sign in text for sign in _SIGNS):
+    signs = _SIGNS if isinstance(error, jax.errors.JaxRuntimeError) else _CARRIERS
+    if isinstance(error, DualmeshError) or not any(sign in text for sign in signs):
         return
     words: dict[int, str] = {}
     try:

@@ -22,6 +22,8 @@ class Fault:
     at: Mapping[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     """Other ranks' error and parts; "" for no error, "dies" for a rank that does not live to have one."""
     world: int = 4
+    devices: int = 2
+    """How many devices, each a rank, a process of JAX holds."""
     timeout_s: float = 30.0
     """How long ranks wait for each other; short where the fault makes them wait."""
     has_world: bool = True

@@ -158,6 +158,39 @@ def dies_in_use(process):
     program(x)
 
 
+def dies_between(run, ranks):
+    """Return a body in which process 1 dies before the others run something over all ranks once more."""
+
+    def body(process):
+        dm.init_parallel_state(dp_size=ranks)
+        program, x = total(ranks)
+        run(program, x)
+        if process:
+            os._exit(7)
+        time.sleep(0.3)
+        run(program, x)
+
+    return body
+
+
+def call(program, x):
+    program(x)
+
+
+def call_gradient(program, x):
+    dm.value_and_grad(lambda x: program(x).sum())(x)
+
+
+for devices in (1, 2, 4):
+    for run in (call, call_gradient):
+        body = dies_between(run, 2 * devices)
+        body.__name__ = f"{run.__name__}: dies, {devices}"
+        what = {"call": "a program", "call_gradient": "dm.value_and_grad"}[run.__name__]
+        fault(f"process 1 dies before {what} over all ranks, {devices} in each process", "LostPeerError",
+              "State 'base'", "processes 0, 1", "No word from process 1", devices=devices, timeout_s=SHORT_S,
+              at={1: ("dies", ())})(body)  # fmt: skip
+
+
 @fault("process 1 does not come to host.barrier", "GroupTimeoutError", "host.barrier", "process 1 did not come within",
        timeout_s=SHORT_S, at={1: ("", ())})  # fmt: skip
 def away_from_barrier(process):

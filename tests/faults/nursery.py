@@ -129,7 +129,7 @@ def _live(fault: Fault, rank: int, port: int, answers: int, hold: int) -> None:
         with contextlib.suppress(BaseException), _told(fault, answers, hold):
             fault.body(rank)
         return
-    more = {"local_devices": 2} if fault.backend == "jax" else {}
+    more = {"local_devices": fault.devices} if fault.backend == "jax" else {}
     world = dm.session(fault.backend, rank=rank, world_size=fault.world, init_method=method, timeout_s=60.0, **more)
     with contextlib.suppress(BaseException), world:
         _met(fault)

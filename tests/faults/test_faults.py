@@ -13,7 +13,7 @@ EVERY_RUN = {
         *("all_reduce: dies", "shift: does not come", "async_ all_reduce: dies", "store_dies_in_use"),
         *("raises_in_scope", "in_another_world", "same_rank_twice", "port_in_use"),
     ],
-    "jax": ["other_shape", "leaves_out", "never_comes", "dies_in_use"],
+    "jax": ["other_shape", "leaves_out", "never_comes", "dies_in_use", "call: dies, 4", "call_gradient: dies, 2"],
 }
 
 
