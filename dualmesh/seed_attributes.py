@@ -97,7 +97,7 @@ class SeedAttributes:
         lambda state: state.pp_rank == state.pp_size - 1, "Whether this rank is in the last stage."
     )
     ep_fsdp_size = Attribute(lambda state: _extra_fsdp_size(state, "ep"), "`extra_parallel_fsdp_size` of ep.")
-    ep_fsdp_mesh = Attribute[Any](lambda state: _extra_mesh(state, "ep"), "`extra_parallel_fsdp_mesh` of ep.")
+    ep_fsdp_mesh = Attribute[Any](lambda state: _extra_fsdp_mesh(state, "ep"), "`extra_parallel_fsdp_mesh` of ep.")
     ep_gradient_divide_factor = Attribute(
         lambda state: _divide_factor(state), "`extra_parallel_gradient_divide_factor` of ep."
     )
@@ -143,8 +143,8 @@ class SeedAttributes:
         return _mesh(self, _axis(_topology(self), name), name)
 
     def extra_parallel_fsdp_mesh(self, name: str) -> Any:
-        """Return the native mesh of an extra parallel and what shards beside it, or None where disabled. *Local.*"""
-        return _extra_mesh(self, name)
+        """Return the native mesh (NAME, NAME_fsdp), in this order as in VeOmni, or None where disabled. *Local.*"""
+        return _extra_fsdp_mesh(self, name)
 
     def extra_parallel_fsdp_size(self, name: str) -> int:
         """Return fsdp_size divided by the size of an extra parallel. *Pure.*
@@ -235,6 +235,15 @@ def _extra_mesh(state: Any, name: str) -> Any:
     topology = _topology(state)
     axis = _axis(topology, name)
     return None if axis is None or _size(state, axis) == 1 else state.submesh(*_extra_axes(topology, name))
+
+
+def _extra_fsdp_mesh(state: Any, name: str) -> Any:
+    topology = _topology(state)
+    axis = _axis(topology, name)
+    if axis is None or _size(state, axis) == 1:
+        return None
+    beside = f"{name}_fsdp"
+    return state.submesh(name, beside) if beside in topology.axis_names else _extra_mesh(state, name)
 
 
 def _extra_fsdp_size(state: Any, name: str) -> int:

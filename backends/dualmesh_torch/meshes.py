@@ -14,11 +14,12 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from dualmesh import placements
 from dualmesh.cautions import caution
 from dualmesh.errors import ShardingError, listed
-from dualmesh.lanes import expanded
+from dualmesh.lanes import expanded, lane_of
 from dualmesh.layout import Digit, Layout
 from dualmesh.partition_spec import P, check_axes
 from dualmesh.topology import Axis
 from dualmesh_torch import private
+from dualmesh_torch.named_mesh import NamedMesh
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -40,11 +41,19 @@ class Meshes:
         self._cut: dict[tuple[Axis, ...], DeviceMesh] = {}
         self._arrays: dict[str | None, tuple[DeviceMesh, tuple[Digit, ...]]] = {}
         self._shardings: dict[P, Sharding] = {}
+        self._all: NamedMesh | None = None
 
     def clear(self) -> None:
         """Forget all meshes. *Local.*"""
         for kept in (self._roots, self._cut, self._arrays, self._shardings):
             kept.clear()
+        self._all = None
+
+    def named(self) -> NamedMesh:
+        """Return the mesh of all base axes, which also knows the combined ones. *Local.*"""
+        if self._all is None:
+            self._all = NamedMesh(self._state, self.root())
+        return self._all
 
     def dim_name(self, axis: Axis) -> str:
         """Return what an axis is called in a mesh; states with groups of their own mark theirs. *Pure.*
@@ -174,11 +183,15 @@ class Meshes:
         return axes
 
     def _named(self, axes: tuple[str, ...]) -> Axis:
-        """Return the name of an axis that reads several as one, or the axes themselves where none is declared."""
+        """Return the name of an axis that reads several as one, or the axes themselves where none is declared.
+
+        Where only one of them is larger than 1 it is that one, as VeOmni calls it, if wrappers may use its group.
+        """
         topology = self._state.topology
         run = expanded(topology, axes)
-        if len(run) == 1:
-            return run[0]
+        large = [name for name in run if topology.size(name) > 1] or list(run[:1])
+        if len(run) == 1 or (len(large) == 1 and lane_of(topology, large[0]) == "param"):
+            return large[0]
         names = [name for name in topology.spec.combined if expanded(topology, (name,)) == run]
         return names[0] if names else run
 

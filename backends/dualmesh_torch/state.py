@@ -30,6 +30,7 @@ from dualmesh_torch.groups import Group, GroupPool, Key
 from dualmesh_torch.host import TorchHostObjects
 from dualmesh_torch.meshes import Meshes, Sharding
 from dualmesh_torch.models import TorchModels
+from dualmesh_torch.named_mesh import NamedMesh
 from dualmesh_torch.party import Everyone, Party
 from dualmesh_torch.programs import TorchPrograms
 from dualmesh_torch.refusals import numbered, refuse_unmade, refuse_unready
@@ -174,6 +175,12 @@ class TorchState(ParallelState):
         """All ranks of the state over its base axes, sizes of 1 included."""
         self.require_ready("mesh")
         return self.meshes.root()
+
+    @property
+    def device_mesh(self) -> NamedMesh:
+        """`mesh`, asked by any axis of the state: `device_mesh["dp_shard_sp"]`, `.get_group("sp")`."""
+        self.require_ready("device_mesh")
+        return self.meshes.named()
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:

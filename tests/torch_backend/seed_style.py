@@ -88,7 +88,8 @@ def check_talker(state, rank, world):
     assert (state.extra_parallel_rank("ep"), state.extra_parallel_group("ep")) == (rank % 2, state.ep_group)
     assert state.extra_parallel_fsdp_device_mesh["ep"].mesh_dim_names[-2:] == ("ep_fsdp", "ep")
     assert (state.ep_fsdp_size, state.extra_parallel_fsdp_size("ep")) == (world // 2, world // 2)
-    assert state.ep_fsdp_mesh is state.extra_parallel_fsdp_device_mesh["ep"]
+    assert state.ep_fsdp_mesh.mesh_dim_names == ("ep", "ep_fsdp")
+    assert state.ep_fsdp_mesh.get_group("ep_fsdp") is state.extra_parallel_fsdp_device_mesh["ep"].get_group("ep_fsdp")
     assert state.ep_gradient_divide_factor == world
     assert (state.sp_enabled, state.sp_group) == (False, None)
 

@@ -97,7 +97,7 @@ def meshes():
 
 def test_meshes_used_together_are_cut_from_one_root_on_the_pools_groups():
     found = torch_world(meshes, world_size=8)
-    assert found[3]["fsdp"] == (("dp_replicate", "dp_shard_sp"), [[1, 3], [5, 7]])
+    assert found[3]["fsdp"] == (("dp_replicate", "dp_shard"), [[1, 3], [5, 7]])
     assert found[3]["tp"] == [2, 3]
     assert found[3]["view"] == [[1, 3], [3], [[3], [7]], [[1, 3]], [[[1, 3]], [[5, 7]]]]
     for each in found:

@@ -355,3 +355,64 @@ def test_images_are_split_by_overlap():
     assert veomni.all2all_splits([3, 1, 4, 2, 2], [5, 4, 3], 3, 0) == ([4, 0, 0], [4, 1, 0])
     assert veomni.all2all_splits([3, 1, 4, 2, 2], [5, 4, 3], 3, 1) == ([1, 4, 1], [0, 4, 0])
     assert veomni.all2all_splits([3, 1, 4, 2, 2], [5, 4, 3], 3, 2) == ([0, 0, 2], [0, 1, 2])
+
+
+def meshes():
+    """Return what VeOmni's callers read off `device_mesh`, with sequence parallelism, replicas and experts."""
+    import torch
+    import torch.distributed as dist
+
+    from dualmesh_torch import veomni
+
+    found = {}
+    for name, sizes in {
+        "sp": {"dp_size": 2, "ulysses_size": 2},
+        "hsdp": {"dp_size": 4, "dp_replicate_size": 2, "dp_shard_size": 2},
+        "experts": {"dp_size": 4, "extra_parallel_sizes": (2,)},
+    }.items():
+        state = veomni.init_parallel_state(**sizes, device_type="cpu", name=name)
+        mesh = state.device_mesh
+        axes = ["dp", "dp_shard", "dp_shard_sp", "dp_sp"] + (["sp", "ulysses"] if name == "sp" else [])
+        found[name] = {
+            "ranks": [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in axes],
+            "cut": [mesh[axis].mesh.tolist() for axis in axes],
+            "indices": [mesh.get_local_rank(axis) for axis in axes],
+            "fsdp": (state.fsdp_mesh.mesh_dim_names, list(state.fsdp_mesh.shape)),
+            "is a mesh": isinstance(mesh, dist.DeviceMesh) and mesh == state.mesh and mesh.size() == 4,
+        }
+    both = veomni.get_parallel_state_by_name("hsdp").device_mesh["dp_replicate", "dp_shard_sp"]
+    found["two"] = (both.mesh_dim_names, both.get_group("dp_replicate").size())
+    state = veomni.get_parallel_state_by_name("experts")
+    found["experts' mesh"] = (state.ep_fsdp_mesh.mesh_dim_names, state.ep_fsdp_mesh.mesh.tolist())
+    found["extra"] = state.extra_parallel_fsdp_device_mesh["ep"].mesh.tolist()
+    x = dist.tensor.distribute_tensor(torch.arange(4.0), state.device_mesh, [dist.tensor.Replicate()] * mesh.ndim)
+    found["compiled"] = torch.compile(lambda x: x.sum(), backend="eager", fullgraph=True)(x).full_tensor().item()
+    try:
+        state.device_mesh["dq_shard"]
+    except KeyError as error:
+        found["unknown"] = str(error)
+    return found
+
+
+def test_the_device_mesh_knows_the_combined_axes_as_the_sources_does():
+    """`["dp"]`, `.get_group("dp_sp")`, `.get_local_rank("sp")`, and FSDP meshes that are called as in VeOmni."""
+    for rank, found in enumerate(torch_world(meshes, world_size=4)):
+        everyone, pair = [0, 1, 2, 3], [rank // 2 * 2, rank // 2 * 2 + 1]
+        strided = [rank % 2, rank % 2 + 2]
+        groups = {
+            "sp": [strided, strided, everyone, everyone, pair, pair],
+            "hsdp": [everyone, pair, pair, everyone],
+            "experts": [everyone] * 4,
+        }
+        for name, ranks in groups.items():
+            assert found[name]["ranks"] == found[name]["cut"] == ranks
+            assert found[name]["indices"] == [group.index(rank) for group in ranks]
+            assert found[name]["is a mesh"]
+        assert found["sp"]["fsdp"] == (("dp_shard_sp",), [4])
+        assert found["hsdp"]["fsdp"] == (("dp_replicate", "dp_shard"), [2, 2])
+        assert found["experts"]["fsdp"] == (("dp_shard",), [4])
+        assert found["two"] == (("dp_replicate", "dp_shard_sp"), 2)
+        assert found["experts' mesh"] == (("ep", "ep_fsdp"), [[0, 2], [1, 3]])
+        assert found["extra"] == [[0, 1], [2, 3]]
+        assert found["compiled"] == 6
+        assert "Did you mean 'dp_shard'" in found["unknown"]
