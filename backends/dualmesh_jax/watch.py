@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 EXIT_CODE = 70
 """What a process ends with that waits for processes which do not come."""
 ROLL_CALL_S = 1.0
+CHECK_S = 0.3
+"""How often a process that waits looks whether another has failed: the roll call then finds both."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 20e-6, 2e-3
 """How long `wait_for` sleeps between two looks: a short program is not made long, a long one is not disturbed."""
 _CARRIERS = ("gloo", "nccl")
@@ -60,14 +62,19 @@ def run_together(state: "JaxState", what: str, program: Callable[..., Any], args
     said = f"{state.common_label}: {what} of {_described(args)}"
     if switch.on:
         _compare(store, state, what, said, processes)
-    with _Waiting(store, processes, said):
-        return run_named(state, what, program, args)
+    with _Waiting(store, processes, said) as number:
+        return run_named(state, what, program, args, number)
 
 
-def run_named(state: "JaxState", what: str, program: Callable[..., Any], args: Sequence[Any]) -> Any:
+def run_named(
+    state: "JaxState", what: str, program: Callable[..., Any], args: Sequence[Any], number: int | None = None
+) -> Any:
     """Return `program(*args)`; where processes of a state fail in it together, say so in dualmesh's words.
 
     *Collective over the state where the program is.* Nothing is compared, and nobody is waited for.
+
+    Args:
+        number: Which of the programs of these processes it is, where they count it.
 
     Raises:
         GroupTimeoutError: JAX gave up waiting.
@@ -76,27 +83,39 @@ def run_named(state: "JaxState", what: str, program: Callable[..., Any], args: S
     store = state.store
     if store is None or len(state.processes) == 1:
         return program(*args)
+    failures = None if number is None else f"failed in/{'-'.join(map(str, state.processes))}/{number}"
     try:
         result = program(*args)
         if switch.on or state.device_type == "cpu":
-            wait_for(result)
+            wait_for(result, lambda: _raise_if_told(store, failures))
         return result
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        _refuse_failure(store, state, what, error)
+    except (jax.errors.JaxRuntimeError, ValueError, _FailedElsewhereError) as error:
+        _refuse_failure(store, state, what, error, failures)
         raise
 
 
-def wait_for(result: Any) -> None:
+class _FailedElsewhereError(RuntimeError):
+    """Another process could not run a program to its end, so this one waits in vain."""
+
+
+def _raise_if_told(store: JaxStore, failures: str | None) -> None:
+    told = None if failures is None else store.find(failures)
+    if told is not None:
+        raise _FailedElsewhereError(told)
+
+
+def wait_for(result: Any, check: Callable[[], None]) -> None:
     """Return once the arrays of a result are there; raise as soon as one of this process' devices failed. *Local.*
 
     Gloo's failures would show where the result is read, which the user's code does. Where a peer died, the device that
     exchanges with it fails at once, and the other devices of this process wait for that one without end: so they are
-    not waited for in their order, but in that in which they get ready.
+    not waited for in their order, but in that in which they get ready. A process may have no device that exchanges
+    with the dead one: from time to time it checks what the others say.
     """
     values = map(primal_of, jax.tree.leaves(result))
     arrays = [x for x in values if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     waiting = [shard.data for x in arrays for shard in x.addressable_shards]
-    pause_s = _LEAST_PAUSE_S
+    pause_s, checked = _LEAST_PAUSE_S, time.monotonic()
     while waiting:
         still = []
         for x in waiting:
@@ -107,6 +126,9 @@ def wait_for(result: Any) -> None:
         if len(still) == len(waiting):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            if time.monotonic() - checked > CHECK_S:
+                check()
+                checked = time.monotonic()
         waiting = still
 
 
@@ -124,14 +146,19 @@ def _compare(store: JaxStore, state: "JaxState", what: str, said: str, processes
     agree(store, matter, environment.timeout_s())
 
 
-def _refuse_failure(store: JaxStore, state: "JaxState", what: str, error: Exception) -> None:
+def _refuse_failure(
+    store: JaxStore, state: "JaxState", what: str, error: Exception, failures: str | None = None
+) -> None:
     """Say in dualmesh's words that processes could not exchange something; return where that was not the reason."""
     text, processes = str(error).lower(), state.processes
     signs = _SIGNS if isinstance(error, jax.errors.JaxRuntimeError) else _CARRIERS
-    if isinstance(error, DualmeshError) or not any(sign in text for sign in signs):
+    is_told = isinstance(error, _FailedElsewhereError)
+    if isinstance(error, DualmeshError) or not (is_told or any(sign in text for sign in signs)):
         return
     words: dict[int, str] = {}
     try:
+        if failures is not None and not is_told:
+            store.set(failures, f"process {store.process} failed: {str(error).splitlines()[0]}")
         words = roll_call(store, f"failed/{listed(processes)}", processes, store.process, what, ROLL_CALL_S)
     except jax.errors.JaxRuntimeError:  # the store's process has died
         words = {}
@@ -179,8 +206,8 @@ class Watch:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def enter(self, processes: tuple[int, ...], said: str) -> int:
-        """Note that this process enters a program. *Local.*"""
+    def enter(self, processes: tuple[int, ...], said: str) -> tuple[int, int]:
+        """Note that this process enters a program; return what `leave` takes, and its number in common. *Local.*"""
         with self._lock:
             number = self._numbers[processes] = self._numbers.get(processes, 0) + 1
             serial = next(self._serial)
@@ -188,7 +215,7 @@ class Watch:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look_after, name="dualmesh watch", daemon=True)
                 self._thread.start()
-        return serial
+        return serial, number
 
     def leave(self, serial: int) -> None:
         """Note that it has left it. *Local.*"""
@@ -262,8 +289,9 @@ class _Waiting:
         self._processes = processes
         self._said = said
 
-    def __enter__(self) -> None:
-        self._serial = self._watch.enter(self._processes, self._said)
+    def __enter__(self) -> int:
+        self._serial, number = self._watch.enter(self._processes, self._said)
+        return number
 
     def __exit__(self, *_: object) -> None:
         self._watch.leave(self._serial)
