@@ -113,7 +113,8 @@ def transfer(
 
     Raises:
         ShapeError: A dim that the axes of one end do not divide.
-        ShardingError: An array without a spec, or a sum still to be taken.
+        ShardingError: An array without a spec, or a sum still to be taken; on JAX, states over different devices of
+            several processes: `dm.transfer_link` reaches those.
         SessionError: The states are of two frameworks whose worlds do not share their processes.
         AgreementError: Ranks of the source gave different trees.
         ChecksumError: What arrived is not what was sent.

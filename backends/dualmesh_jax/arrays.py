@@ -20,10 +20,12 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.host_leaf import HostLeaf
 from dualmesh.partition_spec import P, canonical, dim_layouts
 from dualmesh.verbs import Arrays
+from dualmesh_jax.store import describe_processes
 from dualmesh_jax.surroundings import check_one_place
 from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
+    from dualmesh.transferring import TransferJob
     from dualmesh_jax.state import JaxState
 
 INSIDE = (
@@ -40,12 +42,14 @@ TWO_PLACES = (
     "between two jitted functions, where it moves arrays and is differentiable all the same."
 )
 NOTHING = (
-    "reshard: found None for an array of {source}. In JAX every process that takes part holds the array: one outside "
-    "the source cannot get it in {target}. Register both over the same devices."
+    "{where}: found None for an array of {source}, of which this process holds ranks. In JAX every process of "
+    "the source holds the array: give what dm.distribute, dm.shard_local or dm.shard_map returned here."
 )
 TWO_SETS = (
-    "reshard: {source} and {target} are over different devices of several processes, which JAX does not move arrays "
-    "between here ({error}) Register both over the same devices, in any order and grid."
+    "{where}: {source} over {devices} (of {processes}) and {target} over {others} (of {other_processes}) are different "
+    "devices of several processes, between which JAX does not move arrays here: in one program all processes compute "
+    "on the same devices. Register both over the same devices, in any order and grid; or send trees through the hosts: "
+    "dm.transfer_link."
 )
 
 
@@ -131,8 +135,9 @@ class JaxArrays(Arrays):
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="reshard"))
+        self._check_reach("reshard", source)
         if x is None:
-            raise ArrayTypeError(NOTHING.format(source=source.label, target=self._state.label))
+            raise ArrayTypeError(NOTHING.format(where="reshard", source=source.label))
         if is_unreduced(x) and source.spec_of(x) == canonical(source.topology, source_spec):
             x, source_spec = summed(x), P(*source_spec.entries)
         lies = source.arrays.fitted("reshard src", x, source_spec)
@@ -150,16 +155,39 @@ class JaxArrays(Arrays):
                 )
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
-        try:
-            return run_together(self._state, "reshard", partial(jax.device_put, src=lies), (x, shall))
-        except (NotImplementedError, ValueError) as error:
-            if set(source.shared.devices) == set(self._state.shared.devices):
-                raise
-            raise ShardingError(
-                TWO_SETS.format(source=source.label, target=self._state.label, error=str(error).split("\n")[0]),
-                source=source,
-                target=self._state,
-            ) from error
+        return run_together(self._state, "reshard", partial(jax.device_put, src=lies), (x, shall))
+
+    def transfer(self, tree: Any, job: "TransferJob") -> Any:
+        source: Any = job.source
+        self._check_reach("transfer", source)
+        if tree is None:
+            raise ArrayTypeError(NOTHING.format(where="transfer", source=source.label))
+        return super().transfer(tree, job)
+
+    def _check_reach(self, where: str, source: "JaxState") -> None:
+        """Refuse, in every process of both ends, what JAX refuses or waits for in some of them. *Local.*
+
+        It moves arrays between processes only where both ends are the same devices, else within one process. A whole
+        array of one process that is put on more would be compared with what the others have: they may have none.
+
+        Raises:
+            ShardingError: The states are over different devices of several processes.
+        """
+        target = self._state
+        processes = {*source.processes, *target.processes}
+        if len(processes) == 1 or set(source.shared.devices) == set(target.shared.devices):
+            return
+        raise ShardingError(
+            TWO_SETS.format(
+                where=where,
+                **{"source": source.label, "devices": listed(source.shared.devices)},
+                **{"target": target.label, "others": listed(target.shared.devices)},
+                processes=describe_processes(source.processes),
+                other_processes=describe_processes(target.processes),
+            ),
+            source=source,
+            target=target,
+        )
 
     def fitted(self, where: str, x: Any, spec: P) -> NamedSharding:
         """Return the sharding of a spec after checking that it fits an array. *Local.*

@@ -111,10 +111,11 @@ class JaxStore:
 
     def _nobody_came(self, where: str, processes: Sequence[int], came: Mapping[int, bytes]) -> GroupTimeoutError:
         missing = [process for process in processes if process not in came]
+        away, every = describe_processes(missing), describe_processes(processes)
         return GroupTimeoutError(
-            f"{where}: {_processes(missing)} did not come within {self.wait_s:g} s, of {_processes(processes)}, which "
-            f"must all call it, in the same order. Who came: {listed(sorted(came))}. If that is too short, raise "
-            f"timeout_s of dm.init_distributed, or DUALMESH_TIMEOUT_S.",
+            f"{where}: {away} did not come within {self.wait_s:g} s, of {every}, which must all call it, in the same "
+            f"order. Who came: {listed(sorted(came))}. If that is too short, raise timeout_s of "
+            f"dm.init_distributed, or DUALMESH_TIMEOUT_S.",
             missing=tuple(missing),
             timeout_s=self.wait_s,
         )
@@ -137,7 +138,8 @@ def _name(processes: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, processes)).encode()).hexdigest()[:16]
 
 
-def _processes(numbers: Sequence[int]) -> str:
+def describe_processes(numbers: Sequence[int]) -> str:
+    """Return processes as messages show them. *Pure.*"""
     return f"{'process' if len(numbers) == 1 else 'processes'} {listed(numbers)}"
 
 

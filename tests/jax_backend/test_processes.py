@@ -1,14 +1,17 @@
 """Several processes: every operation on arrays that no process holds alone, against numpy."""
 
+import re
+
 import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.errors import MembershipError, RankError, ShapeError, ShardingError
+from dualmesh.errors import ArrayTypeError, MembershipError, RankError, ShapeError, ShardingError
 from dualmesh.testing.contract import agreed, cases, runs
 from dualmesh.testing.contract.checks import expected, transposed
 from tests.cross.test_federated_mean import DIMS, mean_of, models
 from tests.jax_backend.processes import in_processes, processes
+from tests.workers import free_port
 
 WHOLE = np.arange(96.0).reshape(8, 12)
 LAYOUTS = {3: (2, 1), 4: (2, 2), 8: (2, 2, 2, 2)}
@@ -268,6 +271,80 @@ def test_objects_travel_between_processes_in_index_order():
         dm.host.all_gather(process, "pair", state=crossed)
 
 
+def refusal_of(call):
+    """Return what kind of error a call raises, and its text."""
+    try:
+        found = call()
+    except dm.DualmeshError as error:
+        return type(error).__name__, str(error)
+    return "returned", repr(found)
+
+
+def handed_between(source, target):
+    """Return how this process' reshard and transfer between states over some ranks ended."""
+    import jax
+
+    a = dm.init_parallel_state(spec=dm.TopologySpec({"dp": len(source)}), ranks=source, name="a")
+    b = dm.init_parallel_state(spec=dm.TopologySpec({"tp": len(target)}), ranks=target, name="b")
+    whole = np.arange(24.0).reshape(12, 2)
+    x = dm.distribute(whole, dm.P("dp"), state=a) if a.is_member else None
+    ends, tree = {"src": ("a", dm.P("dp")), "dst": ("b", dm.P("tp"))}, None if x is None else {"w": x}
+    calls = (
+        lambda: dm.reshard(x, **ends),
+        lambda: dm.transfer(tree, src="a", dst="b", specs=(dm.P("dp"), dm.P("tp"))),
+    )
+    return jax.process_index(), a.is_member or b.is_member, [refusal_of(call) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ((0, 1), (2, 3), r"State 'a' over .* \(of process 0\) and State 'b' over .* \(of process 1\)"),
+        ((0, 1), (0, 1, 2, 3), r"State 'a' over .* \(of process 0\) and State 'b' over .* \(of processes 0, 1\)"),
+        ((0, 1, 2, 3), (2, 3), r"\(of processes 0, 1\) and State 'b' over .* \(of process 1\)"),
+        ((0, 1, 2), (1, 2, 3), r"\(of processes 0, 1\) and State 'b' over .* \(of processes 0, 1\)"),
+        ((0, 2), (1, 3), r"\(of processes 0, 1\) and State 'b' over .* \(of processes 0, 1\)"),
+    ],
+)
+def test_states_over_different_devices_of_several_processes_are_refused_alike_in_each(source, target, said):
+    """Whichever ends a process is in: one that raised alone would leave the others waiting, or with None."""
+    for place, is_member, outcomes in processes(handed_between, source, target, devices=(2, 2, 2, 2)):
+        for where, (kind, text) in zip(("reshard", "transfer"), outcomes, strict=True):
+            if not is_member:
+                assert (kind, text) == ("returned", "None"), place
+                continue
+            assert kind == "ShardingError", text
+            assert text.startswith(f"{where}: State 'a' over")
+            assert re.search(said, text), text
+            assert "dm.transfer_link" in text
+
+
+@in_processes(2, 2)
+def test_a_process_moves_arrays_between_its_own_devices_and_all_move_them_between_orders():
+    """What JAX can move is moved: within a process, and over the same devices in another order and grid."""
+    import jax
+
+    whole, first = np.arange(24.0).reshape(12, 2), 2 * jax.process_index()
+    for process in (0, 1):
+        ranks = ((2 * process,), (2 * process + 1,))
+        one = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 1}), ranks=ranks[0], name=f"one_{process}")
+        two = dm.init_parallel_state(spec=dm.TopologySpec({"tp": 1}), ranks=ranks[1], name=f"two_{process}")
+        if first == ranks[0][0]:
+            x = dm.distribute(whole, dm.P("dp"), state=one)
+            moved = dm.transfer([x], src=one, dst=two, specs=(dm.P("dp"), dm.P("tp")))[0]
+            assert moved.sharding.device_set == set(two.shared.devices)
+            np.testing.assert_array_equal(dm.to_numpy(moved, state=two), whole)
+    a = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 4}), name="a")
+    b = dm.init_parallel_state(spec=dm.TopologySpec({"tp": 2, "sp": 2}), ranks=(3, 1, 0, 2), name="b")
+    x = dm.distribute(whole, dm.P("dp"), state=a)
+    moved = dm.transfer({"w": x}, src=a, dst=b, specs=(dm.P("dp"), dm.P("sp", "tp")))["w"]
+    np.testing.assert_array_equal(dm.to_numpy(moved, state=b), whole)
+    with pytest.raises(ArrayTypeError, match="transfer: found None for an array of State 'a', of which this process"):
+        dm.transfer(None, src=a, dst=b, specs=(dm.P("dp"), dm.P("sp", "tp")))
+    with pytest.raises(ArrayTypeError, match="reshard: found None"):
+        dm.reshard(None, src=(a, dm.P("dp")), dst=(b, dm.P("sp", "tp")))
+
+
 @in_processes(2, 2)
 def test_plain_numbers_are_reduced_outside_shard_map_for_metrics():
     import jax
@@ -401,3 +478,27 @@ def federated_means(sizes, hsdp):
 )
 def test_federated_means_of_several_processes_are_numpys(devices, sizes, hsdp):
     processes(federated_means, sizes, hsdp, devices=devices)
+
+
+def linked(whole, store):
+    """Send a tree between states on disjoint processes through their hosts; return what arrived, if here."""
+    import jax
+
+    process = jax.process_index()
+    a = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2}), ranks=(0, 1), name="a")
+    b = dm.init_parallel_state(spec=dm.TopologySpec({"tp": 2}), ranks=(3, 2), name="b")
+    state, role, spec = (a, "source", dm.P("dp")) if process == 0 else (b, "target", dm.P(None, "tp"))
+    with dm.transfer_link("weights", role=role, state=state, specs=spec, store=store) as link:
+        if process == 0:
+            link.send({"w": dm.distribute(whole, spec, state=a)}, version=1)
+            return None
+        tree = {"w": dm.distribute(np.zeros_like(whole), spec, state=b)}
+        link.receive(into=tree)
+        return dm.to_numpy(tree["w"], state=b)
+
+
+def test_a_link_carries_trees_between_states_on_disjoint_processes_of_one_world():
+    """The way that the refusal of dm.transfer there names."""
+    found = processes(linked, WHOLE, f"tcp://127.0.0.1:{free_port()}", devices=(2, 2))
+    assert found[0] is None
+    np.testing.assert_array_equal(found[1], WHOLE)
