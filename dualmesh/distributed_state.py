@@ -93,7 +93,7 @@ class DistributedState(DistributedFields):
         self.streams = None if count is None else fabric.make_streams(current_device, count)
         self.current_device = current_device
 
-    def set_init_device(self, init_device: Any, meta_initialization: bool) -> None:
+    def set_init_device(self, init_device: Any, meta_initialization: bool = False) -> None:
         """Set where models are initialised. *Local.*
 
         Raises:

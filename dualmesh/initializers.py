@@ -11,7 +11,8 @@ from typing import Any
 from dualmesh.errors import ArgumentError, RankError, SpecError, did_you_mean, listed
 from dualmesh.group_topology import GroupSpec
 from dualmesh.initialization import init_parallel_state
-from dualmesh.parallel_modes import SIZE_NAMES, ParallelMode, mode_groups
+from dualmesh.parallel_modes import SIZE_NAMES, ParallelMode, listed_group, mode_groups
+from dualmesh.parallel_modes import CommMode as CommMode
 from dualmesh.registry import registry
 from dualmesh.resolution import positive, whole
 from dualmesh.session import Session, session_for
@@ -19,7 +20,7 @@ from dualmesh.session import Session, session_for
 GroupMaker = Callable[["ModeInitializer", str], Any]
 """Makes the native group of an initializer's rank, given the communication backend. Called on every rank."""
 
-Initialized = tuple[int | None, int | None, Any, list[int] | None, ParallelMode]
+Initialized = tuple[int | None, int | None, Any, list[int] | None, Any]
 """(local_rank, group_world_size, process_group, ranks_in_group, mode); the first four are None for non-members."""
 
 COMMUNICATION = ("nccl", "gloo")
@@ -38,14 +39,14 @@ class ProcessGroupInitializer(ABC):
         group_world_size: The number of ranks in its group.
         process_group: The native group, in which every rank's index is its place in the list.
         ranks_in_group: The ranks of its group, in the given order.
-        mode: What the group is for.
+        mode: What the group is for: a `ParallelMode`, which equals its name; None until a subclass says.
 
     Raises:
         ArgumentError: The world size is no positive integer.
         RankError: The rank is not in the world.
     """
 
-    mode: ParallelMode
+    mode: Any = None
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.world_size = positive(type(self).__name__, "world_size", world_size)
@@ -69,6 +70,28 @@ class ProcessGroupInitializer(ABC):
         Raises:
             ArgumentError: There is no such communication backend.
         """
+
+    def _new_and_update_group_info(self, ranks: Sequence[int], use_cpu: bool = False, backend: str = "nccl") -> None:
+        """Make one group and, where this rank is in it, keep its place there. *Collective: call on every rank.*
+
+        What subclasses of one's own call, once per group, in `init_dist_group`. The group is new, in the listed order,
+        and the caller's to keep.
+
+        Raises:
+            SpecError: The ranks are none, repeated or outside the world.
+            ArgumentError: There is no such communication backend.
+            RankError: The running world has another size, or this process does not hold the rank.
+        """
+        where = f"{type(self).__name__}._new_and_update_group_info"
+        check_communication(where, backend)
+        (group,) = listed_group(where, self.world_size, ranks)
+        with session_for(None) as current:
+            _check_place(self, current.world_size, current.local_ranks)
+            if self.rank not in group:
+                return
+            made = current.driver.fabric().make_group(group, "gloo" if use_cpu else backend, f"{self.mode or where}")
+        self.local_rank, self.group_world_size = group.index(self.rank), len(group)
+        self.process_group, self.ranks_in_group = made, list(group)
 
     def _in_world(self, rank: Any) -> int:
         number = whole(rank)
@@ -107,15 +130,10 @@ class ModeInitializer(ProcessGroupInitializer):
         """The name under which the groups are registered as a state, with "@cpu" after it where gloo was asked for."""
         first, count = self.groups.groups[0], len(self.groups)
         shown = f"{count}x{len(first)}" if self.mode in SIZE_NAMES else "-".join(map(str, first))
-        return f"{self.mode.value}:{shown}"
+        return f"{self.mode.axis}:{shown}"
 
     def init_dist_group(self, backend: str = "nccl", use_cpu: bool = False) -> Initialized:
-        if backend not in COMMUNICATION:
-            raise ArgumentError(
-                f"{type(self).__name__}.init_dist_group: backend={backend!r}. Allowed: {listed(COMMUNICATION)}."
-                f"{did_you_mean(backend, COMMUNICATION)}",
-                backend=backend,
-            )
+        check_communication(f"{type(self).__name__}.init_dist_group", backend)
         group = self._make_group(self, "gloo" if use_cpu else backend)
         if self.groups.is_member(self.rank):
             self.process_group = group
@@ -123,6 +141,19 @@ class ModeInitializer(ProcessGroupInitializer):
             self.local_rank = self.groups.index(self.rank)
             self.group_world_size = len(self.ranks_in_group)
         return self.local_rank, self.group_world_size, self.process_group, self.ranks_in_group, self.mode
+
+
+def check_communication(where: str, backend: Any) -> None:
+    """Refuse what is no communication backend. *Pure.*
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if backend not in COMMUNICATION:
+        raise ArgumentError(
+            f"{where}: backend={backend!r}. Allowed: {listed(COMMUNICATION)}.{did_you_mean(backend, COMMUNICATION)}",
+            backend=backend,
+        )
 
 
 def state_group(initializer: ModeInitializer, backend: str) -> Any:
@@ -139,7 +170,7 @@ def state_group(initializer: ModeInitializer, backend: str) -> Any:
         return _group_of(initializer, backend, current)
 
 
-def _check_place(initializer: ModeInitializer, world_size: int, local_ranks: Sequence[int]) -> None:
+def _check_place(initializer: ProcessGroupInitializer, world_size: int, local_ranks: Sequence[int]) -> None:
     if world_size != initializer.world_size or initializer.rank not in local_ranks:
         raise RankError(
             f"{type(initializer).__name__}: made for rank {initializer.rank} of {initializer.world_size}, but this "
@@ -150,7 +181,7 @@ def _check_place(initializer: ModeInitializer, world_size: int, local_ranks: Seq
 
 
 def _group_of(initializer: ModeInitializer, backend: str, current: Session) -> Any:
-    axis, rank = initializer.mode.value, initializer.rank
+    axis, rank = initializer.mode.axis, initializer.rank
     spec, on_cpu = GroupSpec({axis: initializer.groups}), backend == "gloo"
     wanted: object = spec
     name = f"{initializer.state_name}@cpu" if on_cpu else initializer.state_name
@@ -172,34 +203,37 @@ def _group_of(initializer: ModeInitializer, backend: str, current: Session) -> A
 class TrainDPGroupInitializer(ModeInitializer):
     """One group of the ranks that train together, in the given order."""
 
-    mode = ParallelMode.TRAIN_DATA_PARALLEL
+    mode: ParallelMode = ParallelMode.TRAIN_DATA_PARALLEL
 
     def __init__(
         self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, ranks, make_group)
+        self.ranks = list(self.groups.groups[0])
 
 
 class IntraNodeGroupInitializer(ModeInitializer):
     """One group of the ranks of a node, in the given order; every rank of the world makes it for every node."""
 
-    mode = ParallelMode.INTRA_NODE
+    mode: ParallelMode = ParallelMode.INTRA_NODE
 
     def __init__(
         self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, ranks, make_group)
+        self.ranks = list(self.groups.groups[0])
 
 
 class WeightTransferGroupInitializer(ModeInitializer):
     """One group of a sender and its receivers, in the given order: the first is the source."""
 
-    mode = ParallelMode.WEIGHT_TRANSFER
+    mode: ParallelMode = ParallelMode.WEIGHT_TRANSFER
 
     def __init__(
         self, rank: int, world_size: int, ranks: Iterable[int], *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, ranks, make_group)
+        self.ranks = list(self.groups.groups[0])
 
 
 class DPGroupInitializer(ModeInitializer):
@@ -207,40 +241,43 @@ class DPGroupInitializer(ModeInitializer):
 
     >>> maker = lambda initializer, backend: backend
     >>> DPGroupInitializer(5, 8, 2, make_group=maker).init_dist_group("gloo")
-    (1, 2, 'gloo', [1, 5], <ParallelMode.DATA_PARALLEL: 'data_parallel'>)
+    (1, 2, 'gloo', [1, 5], <ParallelMode.DATA_PARALLEL: 'DATA_PARALLEL'>)
     """
 
-    mode = ParallelMode.DATA_PARALLEL
+    mode: ParallelMode = ParallelMode.DATA_PARALLEL
 
     def __init__(
         self, rank: int, world_size: int, data_parallel_size: int, *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, data_parallel_size, make_group)
         self.data_parallel_size = data_parallel_size
+        self.process_num_between_dp_rank = len(self.groups)
 
 
 class TPGroupInitializer(ModeInitializer):
     """Groups of `tensor_parallel_size` consecutive ranks."""
 
-    mode = ParallelMode.TENSOR_PARALLEL
+    mode: ParallelMode = ParallelMode.TENSOR_PARALLEL
 
     def __init__(
         self, rank: int, world_size: int, tensor_parallel_size: int, *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, tensor_parallel_size, make_group)
         self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_group_num = len(self.groups)
 
 
 class SPGroupInitializer(ModeInitializer):
     """Groups of `sequence_parallel_size` consecutive ranks."""
 
-    mode = ParallelMode.SEQUENCE_PARALLEL
+    mode: ParallelMode = ParallelMode.SEQUENCE_PARALLEL
 
     def __init__(
         self, rank: int, world_size: int, sequence_parallel_size: int, *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, sequence_parallel_size, make_group)
         self.sequence_parallel_size = sequence_parallel_size
+        self.sequence_parallel_group_num = len(self.groups)
 
 
 class InterNodeGroupInitializer(ModeInitializer):
@@ -249,10 +286,11 @@ class InterNodeGroupInitializer(ModeInitializer):
     Nodes of other shapes: `Nodes.inter_node`.
     """
 
-    mode = ParallelMode.INTER_NODE
+    mode: ParallelMode = ParallelMode.INTER_NODE
 
     def __init__(
         self, rank: int, world_size: int, local_world_size: int, *, make_group: GroupMaker | None = None
     ) -> None:
         super().__init__(rank, world_size, local_world_size, make_group)
         self.local_world_size = local_world_size
+        self.node_count = self.groups.size()

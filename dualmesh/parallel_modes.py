@@ -4,7 +4,7 @@ Making process groups from them is in `initializers`; axes of one grid are bette
 """
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from dualmesh.errors import ArgumentError, SpecError, counted, listed
@@ -13,17 +13,34 @@ from dualmesh.rank_groups import RankGroups
 from dualmesh.resolution import positive, whole
 
 
-class ParallelMode(Enum):
-    """What the ranks of a group do together. The value is the axis name in a named state."""
+class ParallelMode(StrEnum):
+    """What the ranks of a group do together: strings, so that a mode equals its name.
 
-    GLOBAL = "global"
-    INTRA_NODE = "intra_node"
-    INTER_NODE = "inter_node"
-    TRAIN_DATA_PARALLEL = "train_data_parallel"
-    DATA_PARALLEL = "data_parallel"
-    TENSOR_PARALLEL = "tensor_parallel"
-    SEQUENCE_PARALLEL = "sequence_parallel"
-    WEIGHT_TRANSFER = "weight_transfer"
+    >>> ParallelMode.DATA_PARALLEL == "DATA_PARALLEL", ParallelMode.DATA_PARALLEL.axis
+    (True, 'data_parallel')
+    """
+
+    GLOBAL = "GLOBAL"
+    INTRA_NODE = "INTRA_NODE"
+    INTER_NODE = "INTER_NODE"
+    TRAIN_DATA_PARALLEL = "TRAIN_DATA_PARALLEL"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    TENSOR_PARALLEL = "TENSOR_PARALLEL"
+    SEQUENCE_PARALLEL = "SEQUENCE_PARALLEL"
+    WEIGHT_TRANSFER = "WEIGHT_TRANSFER"
+
+    @property
+    def axis(self) -> str:
+        """The name of its axis in a named state."""
+        return self.value.lower()
+
+
+class CommMode:
+    """The modes that say how far a group reaches, apart from what it does."""
+
+    GLOBAL = ParallelMode.GLOBAL
+    INTRA_NODE = ParallelMode.INTRA_NODE
+    INTER_NODE = ParallelMode.INTER_NODE
 
 
 SIZE_NAMES: Mapping[ParallelMode, str] = {

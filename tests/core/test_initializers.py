@@ -224,3 +224,64 @@ def test_a_rank_of_another_world_is_refused():
 def test_sizes_are_kept_under_the_names_of_the_source():
     assert 4 == SPGroupInitializer(0, 8, 4).sequence_parallel_size
     assert 4 == InterNodeGroupInitializer(0, 8, 4).local_world_size
+
+
+def test_attributes_and_modes_are_the_sources():
+    """Counts, lists and strings that the source's callers read."""
+    assert ([6, 0, 3], "WEIGHT_TRANSFER") == (
+        WeightTransferGroupInitializer(0, 8, (6, 0, 3)).ranks,
+        WeightTransferGroupInitializer.mode,
+    )
+    assert [5, 4] == initializers.TrainDPGroupInitializer(0, 8, [5, 4]).ranks
+    assert [5, 4] == initializers.IntraNodeGroupInitializer(4, 8, [5, 4]).ranks
+    assert 4 == DPGroupInitializer(0, 8, 2).process_num_between_dp_rank
+    assert 2 == TPGroupInitializer(0, 8, 4).tensor_parallel_group_num
+    assert 8 == SPGroupInitializer(0, 8, 1).sequence_parallel_group_num
+    assert 3 == InterNodeGroupInitializer(0, 12, 4).node_count
+    assert ("GLOBAL", "INTRA_NODE", "INTER_NODE") == (
+        initializers.CommMode.GLOBAL,
+        initializers.CommMode.INTRA_NODE,
+        initializers.CommMode.INTER_NODE,
+    )
+    assert all(mode == mode.name == str(mode) and isinstance(mode, str) for mode in ParallelMode)
+
+
+class Halves(ProcessGroupInitializer):
+    """A subclass as it is written for the source: two groups, of which every rank makes both."""
+
+    def __init__(self, rank, world_size):
+        super().__init__(rank, world_size)
+        self.mode = "HALVES"
+
+    def init_dist_group(self, backend="nccl", use_cpu=False):
+        half = self.world_size // 2
+        for first in (0, half):
+            self._new_and_update_group_info(list(range(first, first + half))[::-1], use_cpu, backend)
+        return self.local_rank, self.group_world_size, self.process_group, self.ranks_in_group, self.mode
+
+
+def test_a_subclass_written_for_the_source_makes_its_groups():
+    """Each rank is in one of the two groups, at its place in the listed order."""
+    assert Halves(0, 4).mode == "HALVES"
+    with dm.session(backend="sim", world_size=4):
+        for rank in range(4):
+            ranks = [[1, 0], [3, 2]][rank // 2]
+            local_rank, size, group, found, mode = Halves(rank, 4).init_dist_group(use_cpu=True)
+            assert (ranks.index(rank), 2, ranks, "HALVES") == (local_rank, size, found, mode)
+            assert (tuple(ranks), "gloo") == (group.ranks, group.backend)
+        one = Halves(0, 4)
+        for given, match in (([0, 7], "outside the world"), ([], "empty"), ("01", "Give a list")):
+            with pytest.raises(SpecError, match=match):
+                one._new_and_update_group_info(given)
+        with pytest.raises(ArgumentError, match="backend='gloa'"):
+            one._new_and_update_group_info([0], backend="gloa")
+        assert one.process_group is None
+
+
+def test_a_state_is_initialised_without_a_meta_device_unless_asked():
+    """`set_init_device(device)` has the source's default."""
+    from dualmesh.fabric import ListedFabric
+
+    state = dm.DistributedState(fabric=ListedFabric())
+    state.set_init_device("cpu")
+    assert ("cpu", False) == (state.init_device, state.meta_initialization)

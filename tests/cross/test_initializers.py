@@ -86,3 +86,28 @@ def test_groups_are_a_named_state_that_scopes_reach(backend):
 def test_the_modes_are_named_once():
     kinds = [getattr(initializers, name) for name, _ in CASES]
     assert {kind.mode for kind in kinds} == set(ParallelMode) - {ParallelMode.GLOBAL}
+
+
+def summed_over_halves():
+    """Make the groups of a subclass that is written for the source, and add up ranks over them."""
+    import torch
+    import torch.distributed as dist
+
+    class Halves(initializers.ProcessGroupInitializer):
+        def init_dist_group(self, backend="nccl", use_cpu=False):
+            for ranks in ([2, 0], [3, 1]):
+                self._new_and_update_group_info(ranks, use_cpu, backend)
+            return self.local_rank, self.group_world_size, self.process_group, self.ranks_in_group, self.mode
+
+    local_rank, size, group, ranks, mode = Halves(dist.get_rank(), 4).init_dist_group(use_cpu=True)
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=group)
+    return local_rank, size, group.rank(), ranks, mode, total.item()
+
+
+def test_a_subclass_written_for_the_source_communicates_over_its_groups():
+    """Its group is a process group in the listed order."""
+    for rank, found in enumerate(worlds()["torch"](summed_over_halves, world_size=4)):
+        ranks = [[2, 0], [3, 1]][rank % 2]
+        place = ranks.index(rank)
+        assert found == (place, 2, place, ranks, None, float(sum(ranks)))
