@@ -194,6 +194,7 @@ def _registered(
     for name in names:
         if name in wanted:
             registry.add(name, built.get(wanted[name]) or _found(wanted[name]))
+    scope.watch_backward()
     if scope.default_state() is None and names:
         first = default if default is not None else names[0]
         scope.set_default(registry.get(first), first)

@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 class Scope:
     """One entered scope: a state, the name it was entered by, and the scope around it."""
 
-    __slots__ = ("before", "held", "name", "outer", "owner", "state")
+    __slots__ = ("before", "held", "made", "name", "outer", "owner", "state")
 
     state: ParallelState
     name: str
@@ -36,6 +36,8 @@ class Scope:
     """The scope that the thread was in before: another than `outer` where asyncio tasks take turns."""
     held: "_Held | None"
     """What mirrors need to leave; `_CLOSED` once a scope around it was left first."""
+    made: int
+    """How many steps of a backward the thread had recorded on entry; -1 where nobody counts (see `Replay`)."""
 
     def __init__(self, state: ParallelState, name: str, owner: object = None) -> None:
         self.state = state
@@ -72,6 +74,28 @@ class ScopeMirror(Protocol):
         """Accept or refuse that a context is in `scope` while its thread, and so this place, is in another."""
 
 
+class Replay(Protocol):
+    """What a framework that runs code of a scope later, in a backward, knows of it.
+
+    It numbers the steps that a thread records for the backward, so a scope is known by the numbers at its two ends.
+    """
+
+    made: Callable[[], int]
+    """How many steps this thread has recorded."""
+
+    def note(self, scope: Scope) -> None:
+        """Remember a scope that is left, in which steps were recorded."""
+
+    def find(self, scope: Scope | None) -> Scope | None:
+        """Return the scope of the step that is running; `scope` is the one that is open where the backward runs."""
+
+    def note_default(self, scope: Scope) -> None:
+        """Remember what was recorded so far outside any scope as recorded in `scope`."""
+
+    def forget(self) -> None:
+        """Forget all scopes: their states ended."""
+
+
 class ThreadMirror(threading.local):
     """The scope that a thread entered last, for compiled code, which cannot read a ContextVar."""
 
@@ -89,6 +113,11 @@ this_thread = ThreadMirror()
 _mirrors: tuple[ScopeMirror, ...] = ()
 _elsewhere: Callable[[], Scope | None] | None = None
 _find_region: Callable[[], Scope | None] | None = None
+_replay: Replay | None = None
+# `_replay.made`, once several states are registered: entering a scope is in the inner loop of programs.
+_made: Callable[[], int] | None = None
+_BACKWARD = object()
+"""Owner of what says in a thread that a backward runs."""
 _explain: Callable[[BaseException], None] | None = None
 _default: ParallelState | None = None
 _default_name = "base"
@@ -104,15 +133,16 @@ def get_parallel_state() -> ParallelState:
     Raises:
         ScopeError: In strict mode: this is a thread that entered no scope, and two or more topologies are registered
             (else one warning). With JAX loaded: the context is in another scope than its thread, since a `with` block
-            was held open across an await, or the context was copied to where it was not entered.
+            was held open across an await, or the context was copied to where it was not entered. In a backward, which
+            sees the scope of the forward: that scope is not known any more.
     """
     scope = read()
     if scope is not this_thread.scope:
-        _allow_apart(scope)
+        scope = _apart(scope)
+    elif scope is None and _elsewhere is not None:
+        scope = _elsewhere()
     if _find_region is not None:
         scope = region() or scope
-    if scope is None and _elsewhere is not None:
-        scope = _elsewhere()
     if scope is not None:
         return scope.state
     if registry.has_several and _default is not None:
@@ -135,10 +165,12 @@ def current_scope() -> Scope | None:
     """Return the innermost scope of this execution context, or None. *Local.*"""
     scope = read()
     if scope is not this_thread.scope:
-        _allow_apart(scope)
+        scope = _apart(scope)
+    elif scope is None and _elsewhere is not None:
+        scope = _elsewhere()
     if _find_region is not None:
         scope = region() or scope
-    return scope if scope is not None or _elsewhere is None else _elsewhere()
+    return scope
 
 
 def region() -> Scope | None:
@@ -149,9 +181,32 @@ def region() -> Scope | None:
     return None if _find_region is None else _find_region()
 
 
-def _allow_apart(scope: Scope | None) -> None:
+def _apart(scope: Scope | None) -> Scope | None:
+    """Return the scope of a context whose thread says another: since a backward runs, or since it was copied."""
+    thread = this_thread.scope
+    if thread is not None and getattr(thread, "owner", None) is _BACKWARD and thread.outer is scope:
+        return scope if _replay is None else _replay.find(scope)
     for mirror in _mirrors:
         mirror.allow_apart(scope)
+    return scope
+
+
+def run_backward(run: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    """Call what runs a backward in this thread, such that code it calls sees the scope of its forward. *Local.*
+
+    Asking for the scope costs nothing where none runs: context and thread disagree in here, and that is looked at.
+    """
+    outer, scope = this_thread.scope, read()
+    state = _default if scope is None else scope.state
+    if _made is None or state is None or (outer is not scope and getattr(outer, "owner", None) is not _BACKWARD):
+        return run(*args, **kwargs)
+    mark = Scope(state, _default_name if scope is None else scope.name, _BACKWARD)
+    mark.outer, mark.before, mark.held, mark.made = scope, outer, None, _made()
+    this_thread.scope = mark
+    try:
+        return run(*args, **kwargs)
+    finally:
+        this_thread.scope = outer
 
 
 def push(scope: Scope) -> None:
@@ -163,6 +218,13 @@ def push(scope: Scope) -> None:
         hold(scope)
     if write(scope) is not None:
         this_thread.scope = scope
+        scope.made = -1 if _made is None else _made()
+
+
+def _note(scope: Scope) -> None:
+    """Remember a scope that was left, if something was recorded in it."""
+    if _replay is not None and _made is not None and _made() != scope.made:
+        _replay.note(scope)
 
 
 def pop(scope: Scope) -> None:
@@ -181,6 +243,7 @@ def pop(scope: Scope) -> None:
         release(scope)
     if write(scope.outer) is not None:
         this_thread.scope = scope.before
+        _note(scope)
 
 
 def hold(scope: Scope) -> None:
@@ -241,6 +304,7 @@ def _pop_from_below(scope: Scope) -> None:
         hold(open_scope)
         this_thread.scope = open_scope
     write(scope.outer)
+    _note(scope)
 
 
 def _entered_elsewhere(scope: Scope) -> ScopeError:
@@ -290,6 +354,7 @@ class use_parallel_state(Scope):
             hold(self)
         if write(self) is not None:
             this_thread.scope = self
+            self.made = -1 if _made is None else _made()
         return state
 
     def __exit__(
@@ -304,6 +369,8 @@ class use_parallel_state(Scope):
             release(self)
         if write(self.outer) is not None:
             this_thread.scope = self.before
+            if _made is not None and _made() != self.made:
+                _note(self)
 
     def _enter_again(self) -> ParallelState:
         """Enter a scope of its own: the object was entered before, here or in another thread or task."""
@@ -362,6 +429,8 @@ def set_default(state: ParallelState | None, name: str = "base") -> None:
     """Set the state that holds where no scope is open, in every thread. *Local.*"""
     global _default, _default_name
     with _lock:
+        if _replay is not None and _made is not None and _default not in (None, state):
+            _replay.note_default(Scope(_default, _default_name))
         _default, _default_name, Told.once = state, name, False
         for mirror in _mirrors:
             mirror.set_default(state)
@@ -370,6 +439,16 @@ def set_default(state: ParallelState | None, name: str = "base") -> None:
 def default_state() -> ParallelState | None:
     """Return the process-wide default, or None before any init. *Local.*"""
     return _default
+
+
+def default_name() -> str:
+    """Return the name of the process-wide default. *Local.*"""
+    return _default_name
+
+
+def is_watched() -> bool:
+    """Tell whether scopes are remembered for a backward: several states are registered. *Local.*"""
+    return _made is not None
 
 
 def set_elsewhere(find: Callable[[], Scope | None]) -> None:
@@ -382,6 +461,23 @@ def set_region(find: Callable[[], Scope | None]) -> None:
     """Let `find` say in which scope the code was traced on whose behalf this runs, where it was in one. *Local.*"""
     global _find_region
     _find_region = find
+
+
+def set_replay(replay: Replay) -> None:
+    """Let `replay` say in which scope code runs that a backward calls, once several states are registered. *Local.*"""
+    global _replay
+    _replay = replay
+    watch_backward()
+
+
+def watch_backward() -> None:
+    """Remember from now on which scopes a backward comes back to, where several states are registered. *Local.*
+
+    With one there is nothing to mix up, and nothing to pay. Once started it goes on: what was recorded may run later.
+    """
+    global _made
+    if _replay is not None and (len(_named) > 1 or len(registry.states()) > 1):
+        _made = _replay.made
 
 
 def set_explainer(explain: Callable[[BaseException], None]) -> None:
@@ -415,3 +511,5 @@ def close_all() -> None:
         scope.held = _CLOSED
         scope = read()
     set_default(None)
+    if _replay is not None:
+        _replay.forget()

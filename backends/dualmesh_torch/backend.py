@@ -25,7 +25,8 @@ from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.border import TorchBorder
 from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
-from dualmesh_torch.scope import carry_to_workers, explain
+from dualmesh_torch.regions import carry_to_workers, follow_backward, forget_scopes
+from dualmesh_torch.scope import explain
 from dualmesh_torch.state import TorchState
 from dualmesh_torch.transfer_carrier import TorchCarrier
 
@@ -42,6 +43,7 @@ class TorchBackend(Backend):
         self._fabric: tuple[GroupPool | None, TorchFabric] = (None, TorchFabric(None))
         carry_to_workers()
         set_explainer(explain)
+        follow_backward()
 
     def world(self) -> World | None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -88,6 +90,7 @@ class TorchBackend(Backend):
     def stop(self, world: World) -> None:
         if world.is_live():
             dist.destroy_process_group()
+        forget_scopes()
         private.forget_plans()  # also of meshes that no state held: their groups are gone
         if self._world is world:
             self._world = self.pool = None
@@ -156,6 +159,7 @@ class TorchBackend(Backend):
     def _adopt(self, group: dist.ProcessGroup) -> None:
         if self._world is not None:
             private.forget_plans()
+        forget_scopes()
         backends = _device_backends()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         on_device = accelerator is not None and backends.get(accelerator.type, "gloo") not in ("gloo", "fake")

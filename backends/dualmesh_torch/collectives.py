@@ -47,7 +47,8 @@ class TorchCollectives(Collectives):
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
         # The exact class first: every collective comes by here, and whether it is a subclass takes longer to say.
         if type(x) is Tensor or (isinstance(x, Tensor) and not isinstance(x, DTensor)):
-            if x.layout is not torch.strided:
+            # torch.compile refuses the question for a layout in the rule of an autograd.Function.
+            if (x.is_sparse or x.is_sparse_csr) if torch.compiler.is_compiling() else x.layout is not torch.strided:
                 raise ArrayTypeError(
                     f"{where}: found a tensor of layout {x.layout}. Collectives take dense tensors: call x.to_dense().",
                     found=x.layout,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch._dynamo import utils as dynamo
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
@@ -262,3 +263,106 @@ def stashed(key: str) -> Any:
     """Return what `stash` kept, in that thread or in an autograd worker thread that it started."""
     has, get = getattr(torch._C, "_is_key_in_tls", None), getattr(torch._C, "_get_obj_in_tls", None)  # noqa: SLF001
     return get(key) if has is not None and get is not None and has(key) else None
+
+
+has_replay: bool = all(
+    hasattr(home, name)
+    for home, name in (
+        (torch._C, "_current_autograd_node"),  # noqa: SLF001
+        (getattr(torch._C, "_autograd", None), "_get_sequence_nr"),  # noqa: SLF001
+        (torch.autograd.graph, "_engine_run_backward"),
+    )
+)
+"""Whether torch says which step of a backward runs. Reason: no public question says it, and hooks and rules must find
+the scope of their forward. Seen in 2.11 to 2.13. Without it they read what is ambient where backward() was called."""
+
+
+def nodes_made() -> Callable[[], int]:
+    """Return the function that counts the autograd nodes this thread made: the number of the next one."""
+    found: Callable[[], int] = torch._C._autograd._get_sequence_nr  # noqa: SLF001
+    return found
+
+
+def running_node() -> Any | None:
+    """Return the autograd node that this thread's backward is in, or None."""
+    return torch._C._current_autograd_node()  # noqa: SLF001
+
+
+def number_of(node: Any) -> int | None:
+    """Return the place of an autograd node among those that its thread made, None for a leaf, which has none."""
+    number: int = node._sequence_nr()  # noqa: SLF001
+    return None if number >= 2**63 else number
+
+
+def wrap_backward(around: Callable[..., Any]) -> None:
+    """Let `around(run, *args)` call what runs every backward() and grad() of this process.
+
+    Reason: code that a backward calls must know that it is in one, and to ask torch costs as much as to read a scope
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/graph.py, `_engine_run_backward`). Seen in 2.11 to
+    2.13. Without it: see `has_replay`.
+    """
+    run: Any = torch.autograd.graph._engine_run_backward  # noqa: SLF001
+    if hasattr(run, "dualmesh_run"):
+        return
+
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(run, *args, **kwargs)
+
+    wrapper.dualmesh_run = run  # type: ignore[attr-defined]
+    for home in (torch.autograd, torch.autograd.graph):
+        home._engine_run_backward = wrapper  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def wrap_rules(begin: Callable[[], Any], run: Callable[..., Any]) -> None:
+    """Let `run(known, rule, node, *gradients)` call the rule of every `torch.autograd.Function`.
+
+    `known` is what `begin()` returned where its forward began; where that was None the rule is called as it is.
+
+    Reason: what a rule calls reads the scope, compiled code included, and what it records belongs to its scope; there
+    is no hook around a rule (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/autograd/function.py,
+    `BackwardCFunction`). Seen in 2.11 to 2.13. Without it a rule sees its scope, and compiled code that it calls does
+    not.
+    """
+    kind: Any = getattr(torch.autograd.function, "BackwardCFunction", None)
+    if kind is None or hasattr(kind, "dualmesh_known"):
+        return
+    made = kind.__init__
+
+    def __init__(node: Any, *args: Any, **kwargs: Any) -> None:
+        made(node, *args, **kwargs)
+        node.dualmesh_known = begin()
+
+    def wrapped(rule: Any) -> Any:
+        @functools.wraps(rule)
+        def wrapper(node: Any, *args: Any) -> Any:
+            known = node.dualmesh_known
+            return rule(node, *args) if known is None else run(known, rule, node, *args)
+
+        return wrapper
+
+    kind.dualmesh_known = None
+    kind.__init__ = __init__
+    for name in ("apply", "apply_boxed"):
+        if hasattr(kind, name):
+            setattr(kind, name, wrapped(getattr(kind, name)))
+
+
+def wrap_recomputes(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `bind(recompute)` say what a checkpointed block (`use_reentrant=False`) runs in backward.
+
+    Reason: `context_fn` must be given at every call, and models of others do not
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py, `_CheckpointFrame`). Seen in 2.11 to
+    2.13. Without it such a block reads the scope of the step that asks for its activations.
+    """
+    kind: Any = getattr(torch.utils.checkpoint, "_CheckpointFrame", None)
+    made = getattr(kind, "__init__", None)
+    if made is None or hasattr(made, "dualmesh_made") or "recompute_fn" not in inspect.signature(made).parameters:
+        return
+
+    @functools.wraps(made)
+    def wrapper(frame: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        made(frame, bind(recompute_fn), *args, **kwargs)
+
+    wrapper.dualmesh_made = made  # type: ignore[attr-defined]
+    kind.__init__ = wrapper

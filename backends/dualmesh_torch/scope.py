@@ -1,9 +1,9 @@
-"""The scope where torch cannot read a ContextVar: compiled code, autograd's worker threads, recomputed activations.
+"""The scope in compiled code, which cannot read a ContextVar, and blocks that are recomputed in it.
 
-The fact itself is kept in `dualmesh.scope`; this module mirrors it and replaces its readers in compiled code.
+The fact itself is kept in `dualmesh.scope`; this module replaces its readers. Whose scope code is in that autograd
+calls is in `regions`.
 """
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,11 +13,9 @@ from torch.utils import checkpoint as checkpointing
 
 from dualmesh import scope as core
 from dualmesh.scope import Scope
-from dualmesh.state import ParallelState
 from dualmesh.unscoped import check_unscoped
 from dualmesh_torch import private
 
-_KEY = "dualmesh_scope"
 RECOMPILE_LIMIT = (
     "dualmesh: code is compiled once for each state that it runs in, a state that was cleared and initialized again "
     "being another, and torch stops at {limit} compiles of one function. Set torch._dynamo.config.recompile_limit "
@@ -55,43 +53,10 @@ def _check_unscoped(name: str) -> None:
     """Nothing to do: compiled code says nothing."""
 
 
-class WorkerMirror:
-    """Carries the scope to the worker threads in which autograd runs backward on accelerators."""
-
-    def enter(self, scope: Scope) -> Scope | None:
-        private.stash(_KEY, (threading.get_ident(), scope))
-        return scope.outer
-
-    def leave(self, held: Scope | None) -> None:
-        private.stash(_KEY, None if held is None else (threading.get_ident(), held))
-
-    def set_default(self, state: ParallelState | None) -> None:
-        """Nothing to do: every thread sees the core's default."""
-
-    def allow_apart(self, scope: Scope | None) -> None:
-        """Accept it: a context's own scope is right for code that is not compiled."""
-
-
 def explain(error: BaseException) -> None:
     """Add to torch's error about too many compiles what is to be done. *Local.*"""
     if not torch.compiler.is_compiling() and private.is_recompile_limit(error):
         error.add_note(RECOMPILE_LIMIT.format(limit=private.recompile_limit()))
-
-
-def carry_to_workers() -> None:
-    """Let autograd's worker threads see the scope that was open where backward() was called. *Local.*
-
-    Costs nothing where there is no accelerator: there backward runs in the thread that calls it.
-    """
-    if torch.accelerator.is_available() and private.stash(_KEY, None):
-        core.set_elsewhere(_carried)
-        core.add_mirror(WorkerMirror())
-
-
-def _carried() -> Scope | None:
-    """Return the scope that was open where backward() was called, in a worker thread of autograd; else None."""
-    found = private.stashed(_KEY)
-    return None if found is None or found[0] == threading.get_ident() else found[1]
 
 
 def checkpoint_context_fn() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
