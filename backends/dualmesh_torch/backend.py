@@ -164,6 +164,7 @@ class TorchBackend(Backend):
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         on_device = accelerator is not None and backends.get(accelerator.type, "gloo") not in ("gloo", "fake")
         self.pool = GroupPool(group, _session_number(group), backends)
+        private.call_at_world_end(group, self.pool.drop_handles)
         self._world = World(
             size=group.size(),
             local_ranks=(group.rank(),),

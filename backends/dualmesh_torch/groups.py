@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from dualmesh.errors import GroupTimeoutError, listed
 from dualmesh.group_options import GroupOptions
 from dualmesh.lanes import Lane, Membership, RankList
 from dualmesh.layout import Layout
+from dualmesh.state import AxisTable
 from dualmesh_torch import private
 
 Group = dist.ProcessGroup
@@ -47,6 +49,8 @@ class GroupPool:
         """False under torch's fake backend, whose store has no operations."""
         self.planned: dict[object, dict[Layout, RankList]] = {}
         """Lists of ranks that states being built share, by their members and layout."""
+        self.handles: WeakValueDictionary[int, AxisTable] = WeakValueDictionary()
+        """What states give out by axis, emptied when the world ends: from then on asking is refused."""
         self._groups: dict[Key, Group] = {}
         self._users: dict[Key, dict[int, object]] = {}
         self._generations: dict[Key, int] = {}
@@ -56,6 +60,11 @@ class GroupPool:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def drop_handles(self) -> None:
+        """Let no state give out a group any more: the world ended. *Local.*"""
+        for table in list(self.handles.values()):
+            table.clear()
 
     def keys(self) -> tuple[Key, ...]:
         """Return what is in use. *Local.*"""

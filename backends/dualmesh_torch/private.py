@@ -6,6 +6,7 @@ Nothing else in the backend touches a name that starts with an underscore.
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,19 @@ def default_store() -> Any | None:
     """
     find = getattr(c10d, "_get_default_store", None)
     return find() if find is not None else None
+
+
+def call_at_world_end(group: Group, act: Callable[[], object]) -> None:
+    """Call `act` when the world of a default group is destroyed, by whomever. *Local.*
+
+    Reason: torch has no hook for it, and asking before each use of a group would cost more than the use. The map in
+    which torch keeps a world's groups holds the only reference to its store's wrapper, and is emptied at the end.
+    Without that map nothing is called: handles of an ended world then go on being given, and torch refuses them.
+    Seen in torch 2.11 to 2.14 (`torch.distributed.distributed_c10d._world.pg_map`).
+    """
+    entry = getattr(getattr(c10d, "_world", None), "pg_map", {}).get(group)
+    if entry is not None:
+        weakref.finalize(entry[1], act).atexit = False
 
 
 def group_names() -> tuple[str, ...]:

@@ -45,6 +45,7 @@ class TorchState(ParallelState):
     def __init__(self, plan: StatePlan, world: World, pool: GroupPool) -> None:
         super().__init__(plan, world)
         self._pool = pool
+        pool.handles[id(self._groups)] = self._groups
         self._default: Group | None = pool.default
         self._owner = pool.new_owner() if plan.own_groups else 0
         self._held: dict[Key, Group] = {}

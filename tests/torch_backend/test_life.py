@@ -60,6 +60,11 @@ def recreating(rank, world_size, port, other_port):
             stale = [
                 refusal(lambda: dm.ops.all_reduce(torch.ones(1), "dp", state=states[0])),
                 refusal(lambda: states[0].mesh),
+                refusal(lambda: states[0].fsdp_mesh),
+                refusal(lambda: states[0].device_mesh["dp"]),
+                refusal(lambda: states[0].group("dp")),
+                refusal(lambda: states[0].dp_group),
+                refusal(lambda: states[0].fsdp_group),
                 refusal(lambda: dm.shard_map(torch.neg, dm.P(), dm.P(), state=states[0])(torch.ones(1))),
                 refusal(lambda: dm.host.barrier(state=states[0])),
             ]
@@ -73,7 +78,7 @@ def recreating(rank, world_size, port, other_port):
 def test_a_world_begun_again_builds_fresh_states_and_old_ones_are_refused_where_used():
     for totals, stale, fresh, size in started(recreating, 2, free_port()):
         assert totals == [[0.0, 2.0, 4.0, 6.0], 2.0] * 2
-        assert stale == [True] * 4
+        assert stale == [True] * 9
         assert fresh
         assert size == 2
 
