@@ -14,6 +14,7 @@ from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
 from dualmesh.rank_groups import RankGroups
 from dualmesh.registry import registry
+from dualmesh.seed_attributes import named_views
 from dualmesh.session import Session, session_for
 from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan
@@ -99,7 +100,9 @@ def init_parallel_state(
             f"name, or leave it out.",
             extra_parallel_placement_innermost=extra_parallel_placement_innermost,
         )
+    extras = None
     if spec is None:
+        extras = (*names, "ep") if ep_size is not None and "ep" not in names else names
         spec = parallel_spec(
             **{key: value for key, (value, _) in sizes.items()},
             extra_parallel_names=names,
@@ -113,8 +116,10 @@ def init_parallel_state(
                 f"init_parallel_state: both spec and {listed(given)} were given. Declare the sizes in one of them.",
                 given=tuple(given),
             )
-    states = init_parallel_states(
+    states = _init_states(
         {name: spec},
+        None,
+        extras=extras,
         dp_mode=dp_mode,
         device_type=device_type,
         async_enabled=async_enabled,
@@ -152,6 +157,34 @@ def init_parallel_states(
     >>> states["talker"].size("dp")
     4
     """
+    return _init_states(
+        specs,
+        default,
+        extras=None,
+        dp_mode=dp_mode,
+        device_type=device_type,
+        async_enabled=async_enabled,
+        backend=backend,
+        ranks=ranks,
+        own_groups=own_groups,
+        group_options=group_options,
+    )
+
+
+def _init_states(
+    specs: Mapping[str, AnySpec | RankGroups],
+    default: str | None,
+    *,
+    extras: tuple[str, ...] | None,
+    dp_mode: str,
+    device_type: str | None,
+    async_enabled: bool,
+    backend: str | None,
+    ranks: Iterable[int] | None,
+    own_groups: bool,
+    group_options: Mapping[str, Any] | None,
+) -> dict[str, ParallelState]:
+    """Register states; `extras` are the extra parallels as they were declared, None: as the specs' views say."""
     wanted = _named_specs(specs, default)
     where = "init_parallel_state"
     if not is_one_of(dp_mode, DP_MODES):
@@ -167,9 +200,10 @@ def init_parallel_states(
     options = checked_options(group_options)
     with registry.lock, session_for(backend) as current:
         places = places_of(ranks, current.world_size)
+        topologies = {name: fitted(name, wanted[name], places, current.world_size) for name in sorted(wanted)}
         plans = {
             name: StatePlan(
-                topology=fitted(name, wanted[name], places, current.world_size),
+                topology=topology,
                 ranks=places,
                 backend=current.backend,
                 device_type=device_type or current.world.device_type,
@@ -177,9 +211,11 @@ def init_parallel_states(
                 async_enabled=flag_of(where, "async_enabled", async_enabled),
                 own_groups=flag_of(where, "own_groups", own_groups),
                 group_options=options,
+                # Said only where the views do not say it, so that a spec and its sizes are one state.
+                extra_parallel_names=None if extras == named_views(topology) else extras,
                 name=name,
             )
-            for name in sorted(wanted)
+            for name, topology in topologies.items()
         }
         return _registered(tuple(wanted), default, plans, current)
 

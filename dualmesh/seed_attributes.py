@@ -102,18 +102,18 @@ class SeedAttributes:
         lambda state: _divide_factor(state), "`extra_parallel_gradient_divide_factor` of ep."
     )
     any_extra_parallel_enabled = Attribute(
-        lambda state: any(_size(state, _axis(state.topology, name)) > 1 for name in state.extra_parallel_names),
+        lambda state: any(size > 1 for size in state.extra_parallel_sizes.values()),
         "Whether any extra parallel has more than one position.",
     )
     extra_parallel_names = Attribute(
-        lambda state: _extra_names(state.topology), "Extra parallels: ep, and every view's."
+        lambda state: _extra_names(state), "Extra parallels in the order declared, those of size 1 too."
     )
     extra_parallel_sizes = Attribute(
-        lambda state: {name: _size(state, _axis(state.topology, name)) for name in _extra_names(state.topology)},
+        lambda state: {name: _size(state, _axis(state.topology, name)) for name in _extra_names(state)},
         "Size of each extra parallel by name.",
     )
     extra_parallel_fsdp_device_mesh = Attribute[dict[str, Any]](
-        lambda state: {name: _extra_mesh(state, name) for name in _extra_names(state.topology)},
+        lambda state: {name: _extra_mesh(state, name) for name in _extra_names(state)},
         "Native mesh of each extra parallel by name: (NAME_replicate where replicas exist, NAME_fsdp, NAME), or None.",
     )
     device_mesh = Attribute[Any](lambda state: _device_mesh(state), "Native mesh; None before any state is registered.")
@@ -215,10 +215,19 @@ def _global_rank(state: Any) -> int:
     return rank
 
 
-def _extra_names(topology: Topology) -> tuple[str, ...]:
-    """Views named as one of their axes, as `parallel_spec` writes them; "ep" is always asked about."""
-    named = [name for name, view in topology.spec.named_views if name in view.axes]
-    return tuple(dict.fromkeys(("ep", *named)))
+def _extra_names(state: Any) -> tuple[str, ...]:
+    declared: tuple[str, ...] | None = state.plan.extra_parallel_names
+    return named_views(_topology(state)) if declared is None else declared
+
+
+def named_views(topology: Topology) -> tuple[str, ...]:
+    """Return the views named as one of their axes, as `parallel_spec` writes them; ("ep",) where there is none. *Pure.*
+
+    >>> import dualmesh as dm
+    >>> named_views(dm.parallel_spec(dp_size=4, ep_size=2).resolve(4)), named_views(dm.parallel_spec().resolve(1))
+    (('ep',), ('ep',))
+    """
+    return tuple(name for name, view in topology.spec.named_views if name in view.axes) or ("ep",)
 
 
 def _extra_axes(topology: Topology, name: str) -> tuple[str, ...]:

@@ -36,5 +36,7 @@ class StatePlan:
     async_enabled: bool = False
     own_groups: bool = False
     group_options: GroupOptions = ()
+    extra_parallel_names: tuple[str, ...] | None = None
+    """The extra parallels as they were declared, those of size 1 too; None: as the topology's views say."""
     name: str = field(default="", compare=False)
     """The name that it was first asked for under; equal states under several names are one state."""

@@ -84,6 +84,26 @@ def test_several_extra_parallels_are_asked_by_name(world):
     assert state.size("emb_fsdp") == 2
 
 
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [(("ep",), (1,)), (("emb",), (2,)), (("emb",), (1,)), (("ep", "emb"), (2, 1)), (("emb", "ep"), (1, 2)), ((), ())],
+)
+def test_extra_parallels_are_those_declared_in_their_order(world, names, sizes):
+    """Size 1 is in it; nothing is added. Their meshes are in the drop-in's tests."""
+    state = dm.init_parallel_state(dp_size=8, extra_parallel_names=names, extra_parallel_sizes=sizes)
+    assert state.extra_parallel_names == names
+    assert list(state.extra_parallel_sizes.items()) == list(zip(names, sizes, strict=True))
+
+
+def test_sizes_and_their_spec_are_one_state_unless_other_extra_parallels_were_declared(world):
+    """A state of two names shares what it holds; declared extra parallels tell states apart."""
+    sizes = dm.init_parallel_state(dp_size=8, name="sizes")
+    assert dm.init_parallel_states({"spec": dm.parallel_spec(dp_size=8)})["spec"] is sizes
+    other = dm.init_parallel_state(dp_size=8, extra_parallel_names=("emb",), name="emb")
+    assert other is not sizes
+    assert (other.extra_parallel_names, sizes.extra_parallel_names) == (("emb",), ("ep",))
+
+
 def test_other_axis_names_answer_through_their_roles(world):
     spec = dm.presets.torchtitan(dp_replicate=2, dp_shard=2, cp=2, ep=2)
     state = dm.init_parallel_state(spec=spec)

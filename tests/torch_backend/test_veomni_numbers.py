@@ -416,3 +416,30 @@ def test_the_device_mesh_knows_the_combined_axes_as_the_sources_does():
         assert found["extra"] == [[0, 1], [2, 3]]
         assert found["compiled"] == 6
         assert "Did you mean 'dp_shard'" in found["unknown"]
+
+
+def planned():
+    """Return what VeOmni's `ParallelPlan.apply` reads off `extra_parallel_fsdp_device_mesh`."""
+    from dualmesh_torch import veomni
+
+    state = veomni.init_parallel_state(
+        dp_size=4,
+        device_type="cpu",
+        extra_parallel_sizes=(2, 1),
+        extra_parallel_placement_innermost=(False, False),
+        extra_parallel_names=("ep", "emb"),
+    )
+    meshes = state.extra_parallel_fsdp_device_mesh
+    inner = {name: mesh[name] if mesh is not None else None for name, mesh in meshes.items()}
+    return (
+        state.extra_parallel_names,
+        state.extra_parallel_sizes,
+        {name: None if mesh is None else (mesh.size(-1), mesh.ndim) for name, mesh in inner.items()},
+        [state.extra_parallel_group(name) is None for name in state.extra_parallel_names],
+    )
+
+
+def test_a_plan_goes_through_extra_parallels_of_size_one():
+    """With ep=2 and emb=1 both are there; the second has no mesh and no group."""
+    expected = (("ep", "emb"), {"ep": 2, "emb": 1}, {"ep": (2, 1), "emb": None}, [False, True])
+    assert torch_world(planned, world_size=4) == [expected] * 4
