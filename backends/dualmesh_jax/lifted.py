@@ -1,4 +1,4 @@
-"""Per-rank functions lifted to global arrays by `jax.shard_map`, compiled where they are called eagerly.
+"""Per-rank functions lifted to global arrays by `jax.shard_map`, compiled and kept where they are called eagerly.
 
 Gradients and recomputation are in `programs`, containers of specs in `specs`, what a function captured in `captures`.
 """
@@ -69,6 +69,7 @@ class Lifted:
         self._check_replicated = check_replicated
         self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
         self._was_called = False
+        self._was_compiled = False
         self._own: set[int] = set()  # variables that tracing itself changes (a counter, a log), which say nothing new
         self._words = f"shard_map of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
         self._compile(captured(fn))
@@ -78,17 +79,20 @@ class Lifted:
         self._captured = contents
         # A function of its own each time: JAX's caches know functions by identity.
         self._compiled = jax.jit(lambda *args: self._traced(*args))
-        # inline: under an outer jit nothing but the shard_map itself appears. Eagerly it would leave JAX nothing to
-        # keep between two gradients, and each would run operation by operation.
-        self._inlined = jax.jit(lambda *args: self._traced(*args), inline=True)
+
+    def _look_at_captured(self) -> None:
+        contents = captured(self._fn)
+        if changed(self._captured, contents) - self._own:
+            if self._was_compiled:
+                caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
+            self._compile(contents)
+        self._was_compiled = True
 
     def __call__(self, *args: Any) -> Any:
         current_scope()  # refuses where the thread is in another scope, for which the results would be kept
-        contents = captured(self._fn)
-        if changed(self._captured, contents) - self._own:
-            if self._was_called:
-                caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
-            self._compile(contents)
+        staging = is_staging()
+        if not staging:
+            self._look_at_captured()
         if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
         if not self._was_called:
@@ -97,21 +101,32 @@ class Lifted:
             mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
             for one in forgotten:
                 warn_of_forgotten(*one)
-        staging = is_staging()
         if is_tracing():
             check_one_place("shard_map", self._state, is_staging=staging)
         with ambient_mesh("shard_map", self._state):
             try:
                 if staging:
-                    results = self._inlined(*args)
+                    # A function of its own each time, for JAX keeps what it traced: a trace sees what globals and
+                    # attributes are now, and is never met by what another captured. inline: nothing but the shard_map
+                    # itself appears; jit around it: nothing is computed that a gradient does not need.
+                    results = jax.jit(lambda *args: self._traced(*args), inline=True)(*args)
                 else:
-                    results = run_together(self._state, self._words, self._compiled, args)
+                    results = self._run(args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise
         if self._check_replicated:
             mapped_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
         return results
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
+        try:
+            return run_together(self._state, self._words, self._compiled, args)
+        except jax.errors.UnexpectedTracerError:
+            # An eager gradient's tracer, in an attribute or a global, was met when this was compiled, and kept.
+            caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
+            self._compile(captured(self._fn))
+            return run_together(self._state, self._words, self._compiled, args)
 
     def _traced(self, *args: Any) -> Any:
         native = functools.partial(self._state.native_spec, "shard_map")

@@ -326,3 +326,99 @@ def test_wide_integers_are_narrowed_where_they_fit_and_refused_where_they_would_
     for wide in (tokens + 2**31, -tokens - 2**31 - 1, tokens.astype(np.uint64) + 2**32):
         with pytest.raises(ArrayTypeError, match=rf"{give}: u?int64 values from .* do not fit u?int32.*jax_enable_x64"):
             run(wide)
+
+
+RATE = {"value": 1.0}
+
+
+@in_jax()
+def test_what_is_traced_anew_sees_globals_attributes_and_variables_as_they_are_now():
+    """A static argument, another jit, another shape: each trace as that of a `jax.shard_map` written by hand."""
+    import functools
+    from contextvars import ContextVar
+    from types import SimpleNamespace
+
+    import jax
+
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    config, variable, table = SimpleNamespace(temperature=1.0), ContextVar("scale", default=1.0), {"shift": 0.0}
+
+    def scaled(x):
+        return x * config.temperature * RATE["value"] * variable.get() + table["shift"]
+
+    by_hand = jax.shard_map(
+        lambda x: scaled(jax.lax.psum(x, "dp")),
+        mesh=state.mesh,
+        in_specs=jax.P("dp"),
+        out_specs=jax.P(),
+        check_vma=False,
+    )
+    lifted = dm.shard_map(lambda x: scaled(dm.ops.all_reduce(x, "dp")), dm.P("dp"), dm.P())
+
+    def found(fn):
+        config.temperature, RATE["value"], table["shift"] = 1.0, 1.0, 0.0
+        token = variable.set(1.0)
+        x = np.arange(8, dtype=np.float32)
+        step = jax.jit(lambda x, phase: fn(x) + 0 * len(phase), static_argnums=1)
+        results = [step(x, "warmup")]
+        config.temperature = 2.0
+        results.append(step(x, "train"))
+        RATE["value"] = 10.0
+        results.append(jax.jit(lambda x: fn(x) - 0)(x))
+        variable.set(3.0)
+        results.append(jax.jit(jax.value_and_grad(lambda x: fn(x).sum()))(x)[0])
+        table["shift"] = 1.0
+        results.append(jax.jit(lambda x: jax.lax.scan(lambda carry, _: (carry, fn(x)), x, None, length=1)[1][0])(x))
+        results.append(jax.jit(functools.partial(jax.vmap(fn)))(np.stack([x, x]))[1])
+        variable.reset(token)
+        return [float(np.asarray(result).reshape(-1)[0]) for result in results]
+
+    assert found(lifted) == found(by_hand) == [28, 56, 560, 1680, 1681, 1681]
+
+
+@in_jax()
+def test_a_tracer_in_an_attribute_is_met_in_its_own_trace_only():
+    """Weights that a trainer puts into an object get their gradient in every jit, as by hand."""
+    from types import SimpleNamespace
+
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    box = SimpleNamespace()
+    lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp") * box.weight, dm.P("dp"), dm.P())
+    x = np.arange(8, dtype=np.float32)
+
+    def loss(weight, x):
+        box.weight = weight
+        return lifted(x).sum()
+
+    for _ in range(2):
+        assert float(jax.jit(lambda weight, x: jax.grad(loss)(weight, x))(2.0, x)) == 28
+        assert float(jax.jit(jax.checkpoint(lambda weight, x: loss(weight, x)))(2.0, x)) == 56
+    box.weight = 3.0
+    assert float(lifted(x)[0]) == 84
+
+
+@in_jax()
+def test_a_tracer_in_an_attribute_in_an_eager_gradient_does_not_spoil_later_calls():
+    """What was compiled with it is compiled anew, with a warning."""
+    from types import SimpleNamespace
+
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    box = SimpleNamespace()
+    lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp") * box.weight, dm.P("dp"), dm.P())
+    x = np.arange(8, dtype=np.float32)
+
+    def loss(weight, x):
+        box.weight = weight
+        return lifted(x).sum()
+
+    assert float(jax.grad(loss)(2.0, x)) == 28
+    with pytest.warns(dm.errors.StateWarning, match="captured has another value"):
+        assert float(jax.grad(loss)(2.0, x + 1)) == 36
+    box.weight = 5.0
+    with pytest.warns(dm.errors.StateWarning, match="captured has another value"):
+        assert float(lifted(x)[0]) == 140
+    assert float(lifted(x)[0]) == 140
