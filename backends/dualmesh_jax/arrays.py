@@ -6,6 +6,7 @@ What a spec is in JAX's names is in `state`, functions of arrays in `programs`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,10 @@ TWO_SETS = (
     "on the same devices. Register both over the same devices, in any order and grid; or send trees through the hosts: "
     "dm.transfer_link."
 )
+
+
+# What XLA wants of memory that it takes over on the CPU.
+_ALIGNMENT = 64
 
 
 class JaxArrays(Arrays):
@@ -115,7 +120,7 @@ class JaxArrays(Arrays):
 
         def cut(index: Any) -> Any:
             bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
-            return host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))]
+            return owned(host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))])
 
         check_narrowing(where, host)
         return jax.make_array_from_callback(shape, sharding, cut)
@@ -124,6 +129,8 @@ class JaxArrays(Arrays):
         if get_abstract_mesh().manual_axes:
             raise ArgumentError(INSIDE.format(where="constrain"))
         sharding = self.fitted("constrain", x, spec)
+        if not isinstance(x, jax.Array):
+            x = owned(np.asarray(x))
         if not is_tracing():
             return run_together(self._state, "constrain", jax.device_put, (summed(x), sharding))
         check_one_place("constrain", self._state, is_staging=is_staging())
@@ -155,6 +162,8 @@ class JaxArrays(Arrays):
                 )
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
+        if not isinstance(x, jax.Array):
+            x = owned(np.asarray(x))
         return run_together(self._state, "reshard", partial(jax.device_put, src=lies), (x, shall))
 
     def transfer(self, tree: Any, job: "TransferJob") -> Any:
@@ -162,7 +171,11 @@ class JaxArrays(Arrays):
         self._check_reach("transfer", source)
         if tree is None:
             raise ArrayTypeError(NOTHING.format(where="transfer", source=source.label))
-        return super().transfer(tree, job)
+
+        def moved(x: Any, *ends: Any) -> Any:
+            return unshared(self.reshard(x, *ends), (x,))  # the source's next step may be given its arrays for good
+
+        return job.array_by_array(tree, moved)
 
     def _check_reach(self, where: str, source: "JaxState") -> None:
         """Refuse, in every process of both ends, what JAX refuses or waits for in some of them. *Local.*
@@ -202,17 +215,63 @@ class JaxArrays(Arrays):
 def laid_out(where: str, array: Any, sharding: NamedSharding) -> Any:
     """Return a global array in a sharding; each process cuts its part of its own copy of a host array. *Local.*
 
+    The result shares no memory with what was given: a loader may fill its buffer again at once, and a jitted step that
+    was given the one (`donate_argnums`) may not take the other along.
+
     Raises:
         ArrayTypeError: Integers of 64 bits that do not fit the 32 that JAX keeps.
     """
+    if isinstance(array, jax.core.Tracer):
+        return jax.device_put(array, sharding)
     if isinstance(array, jax.Array):
         if sharding.is_fully_addressable or array.is_fully_addressable:
-            return jax.device_put(array, sharding)
-        return jax.jit(_unchanged, out_shardings=sharding)(array)
+            return unshared(jax.device_put(array, sharding), (array,))
+        return unshared(jax.jit(_unchanged, out_shardings=sharding)(array), (array,))
     check_narrowing(where, array)
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+        return jax.device_put(owned(array), sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: owned(array[index]))
+
+
+def owned(block: Any) -> Any:
+    """Return a copy of a numpy array that nobody else knows, with the dtype that JAX gives it. *Local.*
+
+    On the CPU JAX takes memory over as it is where it starts at 64 bytes, and otherwise copies it some time later; on
+    accelerators too it may be read after the call. No public option changes that (`may_alias=False` does not, for
+    numpy), so the copy is made here, once: JAX takes it over.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(block.dtype)
+    room = np.empty(block.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -room.__array_interface__["data"][0] % _ALIGNMENT
+    own = room[start : start + block.size * dtype.itemsize].view(dtype).reshape(block.shape)
+    own[...] = block
+    return own
+
+
+def unshared(made: Any, given: Iterable[Any]) -> Any:
+    """Return a JAX array, or a copy of it where it shares memory with one that was given. *Local.*
+
+    `device_put` hands on what lies right already, also parts of it, and what came by DLPack is another's memory.
+    """
+    if isinstance(made, jax.core.Tracer):
+        return made
+    if jnp.issubdtype(made.dtype, jax.dtypes.extended):  # random keys, which do not say where they lie
+        return jnp.copy(made)
+    theirs = [place for one in given for place in _places(one)]
+    if not any(begin < end_ and begin_ < end for begin, end in _places(made) for begin_, end_ in theirs):
+        return made
+    # Finished before whoever owns the other memory, a torch tensor say, may write to it.
+    return jnp.copy(made).block_until_ready()
+
+
+def _places(x: Any) -> list[tuple[int, int]]:
+    """Return where in memory this process' parts of an array lie."""
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        return []
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return []
+    begins = [(shard.data.unsafe_buffer_pointer(), shard.data.nbytes) for shard in x.addressable_shards]
+    return [(begin, begin + size) for begin, size in begins if size]
 
 
 def is_unreduced(x: Any) -> bool:

@@ -67,7 +67,7 @@ class JaxBorder(Border):
             raise ArrayTypeError(NARROWED.format(where=where, dtype=dtype, kept=kept), found=dtype)
         wants_copy = copy and not piece.is_fresh
         try:
-            block = dlpack.from_dlpack(piece.block, copy=True if wants_copy else None if copy else False)
+            block = dlpack.from_dlpack(piece.block, copy=None if copy else False)
         except (ValueError, RuntimeError, TypeError, BufferError) as error:
             raise ArrayTypeError(
                 f"{where}: JAX cannot take the {dtype} block of shape {tuple(piece.block.shape)}"
@@ -75,7 +75,8 @@ class JaxBorder(Border):
                 found=dtype,
             ) from error
         if wants_copy:
-            block.block_until_ready()  # the owner may write to its memory as soon as this returns
+            # from_dlpack(copy=True) shares memory all the same; the owner may write to it as soon as this returns.
+            block = jnp.copy(block).block_until_ready()
         if piece.spec is None:
             return block
         sharding = needed(where, state, f"an array of shape {piece.shape}").sharding(piece.spec)

@@ -18,6 +18,7 @@ from dualmesh.errors import ShardingError
 from dualmesh.partition_spec import P
 from dualmesh.plain_models import refuse_units
 from dualmesh.verbs import Models
+from dualmesh_jax.arrays import unshared
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -65,7 +66,8 @@ class JaxModels(Models):
         shardings = [self._state.sharding(spec) for spec in specs_of(sketch)]
         if len(shardings) != len(shapes):
             raise ShardingError(f"init_sharded: {len(shapes)} arrays, {len(shardings)} specs.", found=len(shardings))
-        found = jax.jit(arrays, out_shardings=shardings)(*args)
+        given = jax.tree.leaves(args)
+        found = [unshared(x, given) for x in jax.jit(arrays, out_shardings=shardings)(*args)]
         return _joined(structure, others, found)
 
 

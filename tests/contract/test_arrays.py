@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import dualmesh as dm
 from dualmesh.testing import contract
 from dualmesh.testing.contract import laid_out
 from tests.contract.backends import BACKENDS, place, run
@@ -27,3 +28,14 @@ def test_a_state_of_some_ranks_holds_its_blocks_in_the_listed_order(backend, siz
     assert len(values) == (size if backend == "torch" else 1)
     for value in values:
         assert np.array_equal(np.tile(whole, size), value)
+
+
+@pytest.mark.parametrize("alignment", [0, 16])
+@pytest.mark.parametrize("spec", [dm.P("dp"), dm.P()], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex64", "bool", "float64"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_array_is_a_copy_of_what_it_was_made_of_wherever_that_lies(backend, dtype, spec, alignment):
+    """Filling a loader's buffer anew changes no batch that was made of it, nor does writing to what came back."""
+    for found in run(backend, laid_out.refilled, 4, dtype, spec, alignment, world_size=4):
+        for how, (value, expected) in found.items():
+            np.testing.assert_array_equal(value, expected, err_msg=how)

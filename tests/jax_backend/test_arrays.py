@@ -88,3 +88,76 @@ def test_host_objects_are_copies():
     assert got is not value
     assert dm.host.all_gather(value, "sp") == [value, value]
     dm.host.barrier()
+
+
+def donated(x):
+    """Give an array away to a program that adds one, and say what the program made of it."""
+    import jax
+
+    return np.asarray(jax.jit(lambda x: x + 1, donate_argnums=0)(x))
+
+
+@in_jax()
+def test_what_is_made_of_a_jax_array_outlives_its_donation_and_the_other_way_round():
+    """Same layout, another one, blocks, plans and fresh models: each array has memory of its own."""
+    import jax
+    import jax.numpy as jnp
+
+    two_grids()
+    whole = np.arange(64, dtype=np.float32).reshape(16, 4)
+    split, spread = dm.P("dp"), dm.P()
+    plan = dm.ShardingPlan({"*": split})
+
+    def placed(where):
+        return {
+            "one device": lambda: jnp.asarray(whole),
+            "split": lambda: dm.distribute(whole, split),
+            "everywhere": lambda: dm.distribute(whole, spread),
+        }[where]()
+
+    ways = {
+        "distribute, split": lambda x: dm.distribute(x, split),
+        "distribute": lambda x: dm.distribute(x, spread),
+        "shard_local": lambda x: dm.shard_local(x, split),
+        "plan.apply": lambda x: plan.apply({"w": x})["w"],
+        "init_sharded": lambda x: dm.init_sharded(lambda x: {"w": x}, plan, x)["w"],
+        "transfer": lambda x: dm.transfer({"w": x}, src="dense", dst="talker", specs=plan)["w"],
+        "transfer, same": lambda x: dm.transfer({"w": x}, src="dense", dst="dense", specs=plan)["w"],
+    }
+    for how, make in ways.items():
+        for where in ("one device", "split", "everywhere"):
+            if how.startswith("transfer") and where != "split":
+                continue
+            given = placed(where)
+            made = make(given)
+            np.testing.assert_array_equal(donated(given), whole + 1, err_msg=f"{how}, {where}")
+            np.testing.assert_array_equal(np.asarray(made), whole, err_msg=f"{how}, {where}")
+            given = placed(where)
+            np.testing.assert_array_equal(donated(make(given)), whole + 1, err_msg=f"{how}, {where}")
+            np.testing.assert_array_equal(np.asarray(given), whole, err_msg=f"{how}, {where}")
+    key = jax.random.key(3)
+    spread_key = dm.distribute(key, spread)
+    assert jax.random.key_data(spread_key).tolist() == jax.random.key_data(key).tolist()
+
+
+@in_jax()
+def test_what_came_by_dlpack_from_memory_of_another_is_copied():
+    """The owner fills its memory anew at once; also what a lifted function was given may be."""
+    import jax.numpy as jnp
+
+    two_grids()
+    room = np.empty(4 * 1024 + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    buffer = room[start : start + 4 * 1024].view(np.float32).reshape(16, 64)
+    whole = np.arange(1024, dtype=np.float32).reshape(16, 64)
+    doubled = dm.shard_map(lambda x: 2 * x, dm.P("dp"), dm.P("dp"))
+    for spec in (dm.P("dp"), dm.P(), dm.P(None, "dp")):
+        for make in (dm.distribute, dm.shard_local) if spec.axes != ("dp",) else (dm.distribute,):
+            buffer[...] = whole
+            made = make(jnp.from_dlpack(buffer), spec)
+            buffer[...] = -1
+            np.testing.assert_array_equal(dm.to_numpy(made), whole)
+    buffer[...] = whole
+    result = doubled(buffer)
+    buffer[...] = -1
+    np.testing.assert_array_equal(dm.to_numpy(result), 2 * whole)
