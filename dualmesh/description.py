@@ -8,13 +8,16 @@ from typing import Any
 
 from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, SpecError, listed
+from dualmesh.federation import FederatedSpec
 from dualmesh.group_topology import GroupSpec
 from dualmesh.plan import ShardingPlan
 from dualmesh.spec import TopologySpec
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)
+"""Formats that are read: the first had mappings where order is meaning, read where their order can be known."""
 _KEYS = ("format", "names", "backend", "device_type", "world_size", "ranks", "spec", "plan")
 
 
@@ -59,8 +62,11 @@ def described(data: Mapping[str, Any]) -> Topology:
         SpecError: The data is not of `describe`, or of a later version.
     """
     missing = [key for key in _KEYS if key not in data] if isinstance(data, Mapping) else list(_KEYS)
-    if missing or data["format"] != FORMAT:
+    if missing or data["format"] not in _READ:
         found = f"{listed(missing)} missing" if missing else f"format {data['format']!r}"
-        raise SpecError(f"described: {found}. Give what dm.describe returned, format {FORMAT}.", data=data)
-    kind = GroupSpec if "rank_groups" in data["spec"] else TopologySpec
-    return kind.from_dict(data["spec"]).resolve(data["world_size"])
+        raise SpecError(f"described: {found}. Give what dm.describe returned, format {listed(_READ)}.", data=data)
+    size, spec = data["world_size"], data["spec"]
+    if isinstance(spec, Mapping) and "group_sizes" in spec:
+        return FederatedSpec.from_dict(spec).resolve(size).group_spec().resolve(size)
+    kind = GroupSpec if isinstance(spec, Mapping) and "rank_groups" in spec else TopologySpec
+    return kind.from_dict(spec).resolve(size)

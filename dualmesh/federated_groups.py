@@ -5,9 +5,11 @@ What a user declares is in `federation`; who is together is planned in `federate
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from dualmesh.errors import SpecError
 from dualmesh.group_topology import GroupSpec
+from dualmesh.plain_data import stands_as
 from dualmesh.rank_groups import RankGroups
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ class FederatedGroups(GroupSpec):
         federation: Who holds what, and who speaks to whom.
     """
 
-    federation: "FederatedTopology"
+    federation: "FederatedTopology" = stands_as("federation")  # noqa: RUF009 (it returns a field)
 
     def __init__(self, federation: "FederatedTopology", axes: Mapping[str, RankGroups]) -> None:
         super().__init__(axes)
@@ -31,6 +33,11 @@ class FederatedGroups(GroupSpec):
     def to_dict(self) -> dict[str, Any]:
         """Return the federation as plain data, which `FederatedSpec.from_dict` reads. *Pure.*"""
         return self.federation.spec.to_dict()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> NoReturn:
+        """Refuse: a federation is read by `FederatedSpec.from_dict`, and becomes groups in a world."""
+        raise SpecError("FederatedGroups.from_dict: read dm.FederatedSpec.from_dict(data), and resolve it for a world.")
 
     def __repr__(self) -> str:
         return repr(self.federation.spec)

@@ -12,8 +12,9 @@ from dualmesh.arguments import items_in
 from dualmesh.errors import SpecError, counted, listed
 from dualmesh.federated_topology import FederatedTopology
 from dualmesh.layout import divisors
+from dualmesh.plain_data import read_fields, stands_as, write_fields
 from dualmesh.resolution import positive, refuse, whole
-from dualmesh.spec import check_keys, plain
+from dualmesh.spec import plain
 
 _COMPARED = 8
 """Sizes that a message offers to change."""
@@ -32,8 +33,10 @@ class FederatedSpec:
     ((0, 3), (3, 11), 3)
     """
 
-    group_sizes: tuple[int, ...] | int
-    shard_size: int | None
+    group_sizes: tuple[int, ...] | int = stands_as(
+        "group_sizes", lambda sizes: list(sizes) if isinstance(sizes, tuple) else sizes
+    )
+    shard_size: int | None = stands_as("shard_size", left_out=None)
 
     def __init__(self, group_sizes: Iterable[int] | int, shard_size: int | None = None) -> None:
         object.__setattr__(self, "group_sizes", _sizes(group_sizes))
@@ -55,9 +58,7 @@ class FederatedSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain data for YAML, TOML or JSON. *Pure.*"""
-        sizes = self.group_sizes
-        data: dict[str, Any] = {"group_sizes": list(sizes) if isinstance(sizes, tuple) else sizes}
-        return data if self.shard_size is None else {**data, "shard_size": self.shard_size}
+        return write_fields(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "FederatedSpec":
@@ -66,12 +67,7 @@ class FederatedSpec:
         Raises:
             SpecError: The data is no mapping, has no group sizes, or has a key that a spec does not know.
         """
-        check_keys("FederatedSpec.from_dict", data, ("group_sizes", "shard_size"))
-        if "group_sizes" not in data:
-            raise SpecError(
-                f"FederatedSpec.from_dict: 'group_sizes' is missing. Keys found: {listed(data)}.", data=data
-            )
-        return cls(data["group_sizes"], data.get("shard_size"))
+        return read_fields("FederatedSpec.from_dict", cls, data)
 
 
 def _sizes(group_sizes: Any) -> tuple[int, ...] | int:

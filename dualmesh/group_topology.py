@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NoReturn
 
 from dualmesh.errors import MembershipError, RankError, SpecError, UnknownAxisError, counted, did_you_mean, listed
 from dualmesh.layout import Digit, Layout
+from dualmesh.plain_data import pairs_in, read_fields, stands_as, write_fields, write_pairs
 from dualmesh.rank_groups import RankGroups
 from dualmesh.resolution import ROLES, positive, refuse, whole
-from dualmesh.spec import View, check_keys, names_of, pairs_of
+from dualmesh.spec import View, parts_of, read_named, write_roles
 from dualmesh.topology import Axis, Topology
 
 AXIS = "group"
@@ -40,8 +41,13 @@ class GroupSpec:
     ((0, 1, 2), False)
     """
 
-    listed_axes: tuple[tuple[str, RankGroups], ...]
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
+    listed_axes: tuple[tuple[str, RankGroups], ...] = stands_as(
+        "rank_groups",
+        lambda axes: write_pairs(axes, lambda groups: groups.to_dict()["groups"]),
+        read_named("rank_groups"),
+        argument="axes",
+    )
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = stands_as("roles", write_roles, left_out=())
 
     base: ClassVar[tuple[()]] = ()
     combinations: ClassVar[tuple[()]] = ()
@@ -50,15 +56,15 @@ class GroupSpec:
 
     def __init__(
         self,
-        axes: Mapping[str, "RankGroups | Iterable[Iterable[int]]"],
+        axes: Mapping[str, "RankGroups | Iterable[Iterable[int]]"] | Iterable[tuple[str, Any]],
         roles: Mapping[str, Iterable[str] | str] | None = None,
     ) -> None:
         groups = (
             (name, value if isinstance(value, RankGroups) else RankGroups(value))
-            for name, value in pairs_of("axes of rank groups", axes)
+            for name, value in pairs_in("Topology", "axes of rank groups", axes)
         )
         object.__setattr__(self, "listed_axes", tuple(groups))
-        object.__setattr__(self, "parts", tuple((n, names_of(m)) for n, m in pairs_of("roles", roles or {})))
+        object.__setattr__(self, "parts", parts_of(roles or None))
 
     @classmethod
     def of(cls, groups: "RankGroups | Iterable[Iterable[int]]") -> "GroupSpec":
@@ -111,19 +117,17 @@ class GroupSpec:
         return GroupTopology(self, world_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec as plain data. *Pure.*"""
-        data: dict[str, Any] = {"rank_groups": {name: groups.to_dict()["groups"] for name, groups in self.listed_axes}}
-        if self.parts:
-            data["roles"] = {name: list(members) for name, members in self.parts}
-        return data
+        """Return the spec as plain data, keys in any order. *Pure.*"""
+        return write_fields(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "GroupSpec":
-        """Build a spec from what `to_dict` gives. *Pure.*"""
-        check_keys("GroupSpec.from_dict", data, ("rank_groups", "roles"))
-        if "rank_groups" not in data:
-            raise SpecError(f"GroupSpec.from_dict: 'rank_groups' is missing. Keys found: {listed(data)}.", data=data)
-        return cls(data["rank_groups"], data.get("roles"))
+        """Build a spec from what `to_dict` gives. *Pure.*
+
+        Raises:
+            SpecError: As `TopologySpec.from_dict`.
+        """
+        return read_fields("GroupSpec.from_dict", cls, data)
 
     def __repr__(self) -> str:
         roles = f", roles={self.roles!r}" if self.parts else ""

@@ -9,6 +9,7 @@ from typing import Any
 
 from dualmesh import presets
 from dualmesh.errors import listed
+from dualmesh.plain_data import settings_of
 from dualmesh.resolution import positive, whole
 from dualmesh.setting_names import (
     ACCELERATE,
@@ -22,7 +23,7 @@ from dualmesh.setting_names import (
     TORCHTITAN,
 )
 from dualmesh.settings import Settings
-from dualmesh.spec import TopologySpec, View, pairs_of
+from dualmesh.spec import TopologySpec, View
 
 __all__ = ["accelerate", "deepspeed", "maxtext", "megatron", "torchtitan"]
 
@@ -75,7 +76,7 @@ def megatron(settings: Mapping[str, Any]) -> TopologySpec:
     1
     """
     where = "importers.megatron"
-    plain = {_option(key): value for key, value in pairs_of(where, settings)}
+    plain = {_option(key): value for key, value in settings_of(where, settings)}
     read = Settings(where, plain, MEGATRON)
     for key, (harmless, reason) in MEGATRON_REFUSED.items():
         if read.get(key) not in harmless:
@@ -129,7 +130,7 @@ def accelerate(settings: Mapping[str, Any]) -> TopologySpec:
     ('dp_replicate', 'dp_shard', 'cp', 'sp', 'tp')
     """
     where = "importers.accelerate"
-    given = dict(pairs_of(where, settings))
+    given = dict(settings_of(where, settings))
     section = given.get("parallelism_config")
     given = dict(section) if isinstance(section, Mapping) else given
     read = Settings(where, {_bare(key): value for key, value in given.items()}, ACCELERATE)

@@ -16,12 +16,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dualmesh.errors import SpecError
+from dualmesh.errors import SpecError, listed
+from dualmesh.plain_data import write_pairs
 
 _TOKEN = re.compile(r'\s*(?:(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<mark>[|=:()*@+])|(?P<word>[^\s|=:()*@+"]+))')
 _PLAIN_NAME = re.compile(r'[^\s|=:()*@+"]+')
 _SIZED = re.compile(r"(?P<name>.*?\D)(?P<size>[0-9]+)", re.DOTALL | re.ASCII)
 _INFER = -1
+_KEYS = ("axes", "combined", "views", "roles", "rank_offset")
+_VIEW_KEYS = ("over", "axes")
+_ORDERED = ("axes", "combined", "views")
 
 
 def written(data: Mapping[str, Any]) -> str:
@@ -30,16 +34,18 @@ def written(data: Mapping[str, Any]) -> str:
     Raises:
         SpecError: A size is neither positive nor -1, or a name is no text.
 
-    >>> written({"axes": {"dp": -1, "stage1": 2}, "combined": {"all": ["dp", "stage1"]}})
+    >>> written({"axes": [["dp", -1], ["stage1", 2]], "combined": [["all", ["dp", "stage1"]]]})
     'dp* stage1*2 | all = dp stage1'
     """
-    axes = data["axes"]
+    _refuse_others("a spec", data, _KEYS)
+    axes = dict(data["axes"])
     sections = [_sizes_text(axes)]
-    for name, view in data.get("views", {}).items():
-        over = list(view["over"])
-        implied = over == _implied(axes, view["axes"])
-        sections.append(f"{_name(name)}{'' if implied else f'({_names(over)})'}: {_sizes_text(view['axes'])}")
-    sections += [f"{_name(name)} = {_names(members)}" for name, members in data.get("combined", {}).items()]
+    for name, view in data.get("views", []):
+        _refuse_others(f"view {name!r}", view, _VIEW_KEYS)
+        over, sizes = list(view["over"]), dict(view["axes"])
+        implied = over == _implied(axes, sizes)
+        sections.append(f"{_name(name)}{'' if implied else f'({_names(over)})'}: {_sizes_text(sizes)}")
+    sections += [f"{_name(name)} = {_names(members)}" for name, members in data.get("combined", [])]
     sections += [f"@{_name(name)} = {_names(members)}" for name, members in data.get("roles", {}).items()]
     offset = data.get("rank_offset", 0)
     if type(offset) is not int or offset < 0:
@@ -55,7 +61,7 @@ def read(text: str) -> dict[str, Any]:
         SpecError: The text does not follow the notation; the message shows where.
 
     >>> read("dp4 tp2 | expert: ep_fsdp2 ep4")["views"]
-    {'expert': {'over': ['dp', 'tp'], 'axes': {'ep_fsdp': 2, 'ep': 4}}}
+    [['expert', {'over': ['dp', 'tp'], 'axes': [['ep_fsdp', 2], ['ep', 4]]}]]
     """
     if not isinstance(text, str):
         raise SpecError(f"Notation: {text!r} is no text. Write for example 'dp4 tp2'.", text=text)
@@ -63,7 +69,18 @@ def read(text: str) -> dict[str, Any]:
     data: dict[str, Any] = {"axes": _Reader(text, sections[0]).sizes()}
     for tokens in sections[1:]:
         _Reader(text, tokens).section(data)
-    return data
+    for view in data.get("views", {}).values():
+        view["axes"] = write_pairs(view["axes"].items())
+    return {key: write_pairs(value.items()) if key in _ORDERED else value for key, value in data.items()}
+
+
+def _refuse_others(what: str, data: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse what the notation has no form for, which the text would lose."""
+    others = [key for key in data if key not in known]
+    if others:
+        raise SpecError(
+            f"Notation: {what} has {listed(others)}, which one line cannot say. Use to_dict().", keys=others
+        )
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from dualmesh.errors import ShardingError, did_you_mean, listed
 from dualmesh.logical import Names, Rules, names_in, rules_of, spec_by_rules
 from dualmesh.partition_spec import P, is_spec, local_shape
 from dualmesh.paths import Pattern, path_of, with_paths
+from dualmesh.plain_data import read_pairs, write_pairs
 from dualmesh.plan_models import ModelPlan
 from dualmesh.plan_report import Report, fit_problems
 from dualmesh.topology import Topology
@@ -208,7 +209,7 @@ class ShardingPlan(ModelPlan):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for YAML, TOML or JSON. *Pure.*"""
-        data: dict[str, Any] = {"patterns": {text: _plain(choice) for text, choice in self.patterns}}
+        data: dict[str, Any] = {"patterns": write_pairs(self.patterns, _plain)}
         if self.rules:
             data["rules"] = [[name, list(entry) if isinstance(entry, tuple) else entry] for name, entry in self.rules]
         if self.default is not None:
@@ -219,7 +220,12 @@ class ShardingPlan(ModelPlan):
     def from_dict(cls, data: Mapping[str, Any]) -> "ShardingPlan":
         """Build a plan from what `to_dict` returns. *Pure.*
 
-        A list is the axes of each dim, `{"names": [...]}` their logical names; rules may also be a mapping.
+        A list is the axes of each dim, `{"names": [...]}` their logical names. Of patterns and rules the first that
+        matches counts: they are lists of pairs, or mappings unless their keys are sorted, which is what tools make of
+        any order.
+
+        Raises:
+            ShardingError: A key is unknown, there are no patterns, or their order cannot be known.
         """
         known = ("patterns", "rules", "default")
         unknown = [key for key in data if key not in known]
@@ -227,8 +233,12 @@ class ShardingPlan(ModelPlan):
             key = repr(unknown[0]) + " is unknown" if unknown else "'patterns' is missing"
             raise ShardingError(f"ShardingPlan.from_dict: {key}. Keys: {listed(known)}.", data=data)
         default = data.get("default")
-        patterns = {text: _from_plain(value) for text, value in data["patterns"].items()}
-        return cls(patterns, data.get("rules"), None if default is None else _from_plain(default))
+        where, rules = "ShardingPlan.from_dict", data.get("rules")
+        pairs = read_pairs(where, "patterns", data["patterns"], ShardingError)
+        if isinstance(rules, Mapping):
+            rules = read_pairs(where, "rules", rules, ShardingError)
+        patterns = tuple((text, _from_plain(value)) for text, value in pairs)
+        return cls(patterns, rules, None if default is None else _from_plain(default))
 
     def __repr__(self) -> str:
         parts = [repr(dict(self.patterns))]

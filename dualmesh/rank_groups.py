@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from dualmesh.arguments import items_in
-from dualmesh.errors import MembershipError, RankError, SpecError, listed
+from dualmesh.errors import MembershipError, RankError, listed
+from dualmesh.plain_data import check_keys
 from dualmesh.resolution import positive, refuse, whole
-from dualmesh.spec import check_keys
 
 
 @dataclass(frozen=True, init=False)
@@ -141,9 +141,7 @@ class RankGroups:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RankGroups":
         """Build groups from what `to_dict` gives; a key `rank_offset` is added to every rank. *Pure.*"""
-        check_keys("RankGroups.from_dict", data, ("groups", "rank_offset"))
-        if "groups" not in data:
-            raise SpecError(f"RankGroups.from_dict: 'groups' is missing. Keys found: {listed(data)}.", keys=tuple(data))
+        check_keys("RankGroups.from_dict", data, ("groups", "rank_offset"), ("groups",))
         return cls(data["groups"], rank_offset=data.get("rank_offset", 0))
 
     def __len__(self) -> int:

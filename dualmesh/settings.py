@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualmesh.errors import did_you_mean, listed
+from dualmesh.plain_data import settings_of
 from dualmesh.resolution import refuse, whole
-from dualmesh.spec import pairs_of
 
 
 class Settings:
@@ -18,7 +18,7 @@ class Settings:
         self.where = where
         self.problems: list[str] = []
         self._known = known
-        self._given = dict(pairs_of(where, settings))
+        self._given = dict(settings_of(where, settings))
         for key in self._given:
             if key not in known:
                 hint = did_you_mean(key, known) or f" Known: {listed(sorted(known))}."

@@ -3,16 +3,37 @@
 Whether it fits a world is decided in `resolution`; the usual specs are written in `usual`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dualmesh import notation
 from dualmesh.arguments import items_in
-from dualmesh.errors import SpecError, did_you_mean, listed
+from dualmesh.errors import SpecError
 from dualmesh.lazy import notebooks
-from dualmesh.resolution import fit, whole
+from dualmesh.plain_data import check_fields, pairs_in, read_fields, read_pairs, stands_as, write_fields, write_pairs
+from dualmesh.resolution import ROLES, fit, whole
 from dualmesh.topology import Topology
+
+
+def read_sizes(where: str, data: Any) -> tuple[tuple[str, Any], ...]:
+    """Return axes and sizes from plain data, outermost first. *Pure.*"""
+    return read_pairs(where, "axes", data)
+
+
+def read_named(key: str) -> Callable[[str, Any], tuple[tuple[str, Any], ...]]:
+    """Return what reads names and what each stands for from the plain data under a key. *Pure.*"""
+    return lambda where, data: read_pairs(where, key, data)
+
+
+def write_members(pairs: tuple[tuple[str, tuple[str, ...]], ...]) -> list[Any]:
+    """Return names, and the names each stands for, as plain data. *Pure.*"""
+    return write_pairs(pairs, list)
+
+
+def write_roles(pairs: tuple[tuple[str, tuple[str, ...]], ...]) -> dict[str, Any]:
+    """Return roles as plain data: a mapping, since there are a few known ones, kept in one order. *Pure.*"""
+    return {name: list(members) for name, members in pairs}
 
 
 @dataclass(frozen=True, init=False)
@@ -27,10 +48,10 @@ class View:
     View(over=('dp_shard', 'ulysses'), axes={'ep_fsdp': -1, 'ep': 4})
     """
 
-    over: tuple[str, ...]
-    sizes: tuple[tuple[str, int], ...]
+    over: tuple[str, ...] = stands_as("over", list)
+    sizes: tuple[tuple[str, int], ...] = stands_as("axes", write_pairs, read_sizes)
 
-    def __init__(self, over: Iterable[str] | str, axes: Mapping[str, int]) -> None:
+    def __init__(self, over: Iterable[str] | str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         object.__setattr__(self, "over", names_of(over))
         object.__setattr__(self, "sizes", sizes_of("View axes", axes))
 
@@ -39,8 +60,9 @@ class View:
         """Return a view, or plain data with the keys `over` and `axes` as one. *Pure.*"""
         if isinstance(view, cls):
             return view
-        check_keys(f"Topology: view {name!r}", view, ("over", "axes"), required=True)
-        return cls(view["over"], view["axes"])
+        where = f"Topology: view {name!r}"
+        check_fields(where, cls, view)
+        return cls(**view)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -68,17 +90,24 @@ class TopologySpec:
     4
     """
 
-    base: tuple[tuple[str, int], ...]
-    combinations: tuple[tuple[str, tuple[str, ...]], ...]
-    named_views: tuple[tuple[str, View], ...]
-    parts: tuple[tuple[str, tuple[str, ...]], ...]
-    rank_offset: int
+    base: tuple[tuple[str, int], ...] = stands_as("axes", write_pairs, read_sizes)
+    combinations: tuple[tuple[str, tuple[str, ...]], ...] = stands_as(
+        "combined", write_members, read_named("combined"), left_out=()
+    )
+    named_views: tuple[tuple[str, View], ...] = stands_as(
+        "views",
+        lambda views: write_pairs(views, write_fields),
+        lambda where, data: read_views(where, data),
+        left_out=(),
+    )
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = stands_as("roles", write_roles, left_out=())
+    rank_offset: int = stands_as("rank_offset", left_out=0)
 
     def __init__(
         self,
-        axes: Mapping[str, int],
-        combined: Mapping[str, Iterable[str] | str] | None = None,
-        views: Mapping[str, "View | Mapping[str, Any]"] | None = None,
+        axes: Mapping[str, int] | Iterable[tuple[str, int]],
+        combined: Mapping[str, Iterable[str] | str] | Iterable[tuple[str, Iterable[str] | str]] | None = None,
+        views: Mapping[str, "View | Mapping[str, Any]"] | Iterable[tuple[str, "View"]] | None = None,
         roles: Mapping[str, Iterable[str] | str] | None = None,
         *,
         rank_offset: int = 0,
@@ -87,7 +116,7 @@ class TopologySpec:
         set_field(self, "base", sizes_of("axes", axes))
         set_field(self, "combinations", tuple((n, names_of(m)) for n, m in _declared("combined", combined)))
         set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in _declared("views", views)))
-        set_field(self, "parts", tuple((n, names_of(m)) for n, m in _declared("roles", roles)))
+        set_field(self, "parts", parts_of(roles))
         set_field(self, "rank_offset", plain(rank_offset))
 
     @property
@@ -122,36 +151,25 @@ class TopologySpec:
         return Topology(spec, world_size, fitted.layouts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the spec as plain data (dicts, lists, strings, ints) for YAML, TOML or JSON. *Pure.*"""
-        data: dict[str, Any] = {"axes": self.axes}
-        if self.combinations:
-            data["combined"] = {name: list(members) for name, members in self.combinations}
-        if self.named_views:
-            data["views"] = {n: {"over": list(view.over), "axes": view.axes} for n, view in self.named_views}
-        if self.parts:
-            data["roles"] = {name: list(members) for name, members in self.parts}
-        if self.rank_offset:
-            data["rank_offset"] = self.rank_offset
-        return data
+        """Return the spec as plain data (dicts, lists, strings, ints); keys may be put in any order. *Pure.*
+
+        >>> TopologySpec({"pp": 2, "dp": -1}).to_dict()
+        {'axes': [['pp', 2], ['dp', -1]]}
+        """
+        return write_fields(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "TopologySpec":
         """Build a spec from what `to_dict` gives. *Pure.*
 
+        Where order is meaning, lists of pairs are read, lists of mappings of one key, and a mapping unless its keys
+        are sorted, which is what tools make of any order.
+
         Raises:
-            SpecError: The data is no mapping, has no axes, or has a key that a spec does not know.
+            SpecError: The data is no mapping, has no axes, has a key that a spec does not know, or an order that
+                cannot be known.
         """
-        known = ("axes", "combined", "views", "roles", "rank_offset")
-        check_keys("TopologySpec.from_dict", data, known)
-        if "axes" not in data:
-            raise SpecError(f"TopologySpec.from_dict: 'axes' is missing. Keys found: {listed(data)}.", keys=tuple(data))
-        return cls(
-            data["axes"],
-            data.get("combined"),
-            data.get("views"),
-            data.get("roles"),
-            rank_offset=data.get("rank_offset", 0),
-        )
+        return read_fields("TopologySpec.from_dict", cls, data)
 
     def to_text(self) -> str:
         """Return the spec in one line that `from_text` reads back; the form is described in `notation`. *Pure.*
@@ -185,12 +203,18 @@ class TopologySpec:
         return notebooks.spec_html(self)
 
 
-def pairs_of(what: str, mapping: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the items of a mapping with string keys, or refuse it. *Pure.*"""
-    if not isinstance(mapping, Mapping):
-        found = type(mapping).__name__
-        raise SpecError(f"Topology: {what} must map names to values, found {found} {mapping!r}.", found=mapping)
-    return tuple(mapping.items())
+def read_views(where: str, data: Any) -> tuple[tuple[str, View], ...]:
+    """Return views by name from plain data. *Pure.*"""
+    pairs = read_pairs(where, "views", data)
+    return tuple((name, read_fields(f"Topology: view {name!r}", View, view)) for name, view in pairs)
+
+
+def parts_of(roles: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return roles and their axes in one order, since theirs is no meaning. *Pure.*"""
+    pairs = [] if roles is None else pairs_in("Topology", "roles", roles)
+    known = {name: place for place, name in enumerate(ROLES)}
+    parts = ((name, names_of(members)) for name, members in pairs)
+    return tuple(sorted(parts, key=lambda part: (known.get(part[0], len(known)), str(part[0]))))
 
 
 def plain(number: Any) -> Any:
@@ -201,11 +225,11 @@ def plain(number: Any) -> Any:
 
 def sizes_of(what: str, axes: Any) -> tuple[tuple[str, Any], ...]:
     """Return names with sizes, integers of any type as ints; others are refused when resolved. *Pure.*"""
-    return tuple((name, plain(size)) for name, size in pairs_of(what, axes))
+    return tuple((name, plain(size)) for name, size in pairs_in("Topology", what, axes))
 
 
 def _declared(what: str, data: Any) -> list[tuple[str, Any]]:
-    return [] if data is None else list(pairs_of(what, data))
+    return [] if data is None else list(pairs_in("Topology", what, data))
 
 
 def names_of(names: Any) -> tuple[str, ...]:
@@ -216,16 +240,3 @@ def names_of(names: Any) -> tuple[str, ...]:
     if items is None:
         raise SpecError(f"Topology: axis names must be a name or a list of names, found {names!r}.", found=names)
     return items
-
-
-def check_keys(where: str, data: Any, known: tuple[str, ...], *, required: bool = False) -> None:
-    """Refuse data that is no mapping, has unknown keys or (when required) lacks some. *Pure.*"""
-    keys = [name for name, _ in pairs_of(where, data)]
-    for key in keys:
-        if key not in known:
-            raise SpecError(
-                f"{where}: unknown key {key!r}. Keys: {listed(known)}.{did_you_mean(key, known)}", key=key, known=known
-            )
-    if required and len(keys) < len(known):
-        missing = listed(key for key in known if key not in keys)
-        raise SpecError(f"{where}: {missing} is missing. Keys: {listed(known)}.", missing=missing)

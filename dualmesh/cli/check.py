@@ -35,8 +35,8 @@ def check(values: Any, arguments: Sequence[str]) -> Report:
     fits = (
         f"fits a world of {size} ranks" if size is not None else "is well formed; give --world-size to see if it fits"
     )
-    rows = [
-        (name, "default" if name == (config.default or next(iter(texts))) else "", text) for name, text in texts.items()
-    ]
-    data = {"file": path, "problems": [], "world_size": size, "states": config.to_dict()["states"]}
+    default = config.default or (next(iter(texts)) if config.ordered else None)
+    rows = [(name, "default" if name == default else "", text) for name, text in texts.items()]
+    states = {name: state.to_dict() for name, state in config.states.items()}
+    data: dict[str, Any] = {"file": path, "problems": [], "world_size": size, "default": default, "states": states}
     return Report(data, [f"{path}: {fits}.", Table(("state", "", "axes"), rows)])

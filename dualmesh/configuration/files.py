@@ -60,7 +60,7 @@ def _yaml(source: str, text: str) -> tuple[Any, Places]:
     lines: dict[Keys, int] = {}
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _note(source, root, (), lines, yaml.MappingNode)
+        _note(source, root, (), lines, (yaml.MappingNode, yaml.SequenceNode, yaml.ScalarNode))
         data = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -71,17 +71,32 @@ def _yaml(source: str, text: str) -> tuple[Any, Places]:
     return data, Places(source, lines)
 
 
-def _note(source: str, node: Any, path: Keys, lines: dict[Keys, int], mapping: type) -> None:
+def _note(source: str, node: Any, path: Keys, lines: dict[Keys, int], kinds: tuple[type, type, type]) -> None:
     """Note the line of every key; refuse one that is given twice, of which YAML would keep the last."""
-    if not isinstance(node, mapping) or len(path) > _DEEPEST:
+    if len(path) > _DEEPEST:
         return
-    pairs: Any = node.value  # type: ignore[attr-defined]  # PyYAML is optional, so its classes have no types here
-    for key, value in pairs:
+    for key, value in _pairs(node, *kinds):
         here, line = (*path, str(key.value)), key.start_mark.line + 1
-        if here in lines:
+        if here in lines and isinstance(node, kinds[0]):  # a list may say a name twice: rules do
             raise SpecError(f"{source}:{line}: {here[-1]!r} is given twice, first in line {lines[here]}.", key=here[-1])
-        lines[here] = line
-        _note(source, value, here, lines, mapping)
+        lines.setdefault(here, line)
+        _note(source, value, here, lines, kinds)
+
+
+def _pairs(node: Any, mapping: type, sequence: type, scalar: type) -> list[tuple[Any, Any]]:
+    """Return the keys and values of a mapping, or of a list of mappings of one key and of pairs."""
+    if isinstance(node, mapping):
+        pairs: list[tuple[Any, Any]] = list(node.value)  # type: ignore[attr-defined]  # PyYAML is optional: no types
+        return pairs
+    found: list[tuple[Any, Any]] = []
+    for item in node.value if isinstance(node, sequence) else ():  # type: ignore[attr-defined]
+        if isinstance(item, mapping) and len(item.value) == 1:  # type: ignore[attr-defined]
+            found += item.value  # type: ignore[attr-defined]
+        elif isinstance(item, sequence) and len(item.value) == 2:  # type: ignore[attr-defined]
+            first, second = item.value  # type: ignore[attr-defined]
+            if isinstance(first, scalar) and first.tag == "tag:yaml.org,2002:str":  # type: ignore[attr-defined]
+                found.append((first, second))
+    return found
 
 
 # -- TOML --------------------------------------------------------------------------------------------------------------

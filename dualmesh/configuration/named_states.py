@@ -15,6 +15,7 @@ from dualmesh.configuration.state_config import KEYS as STATE_KEYS
 from dualmesh.configuration.state_config import StateConfig
 from dualmesh.errors import DualmeshError, SpecError, did_you_mean, listed
 from dualmesh.initialization import init_parallel_states
+from dualmesh.plain_data import may_be_sorted, pairs_in, write_pairs
 from dualmesh.resolution import positive
 from dualmesh.session import session_for
 from dualmesh.state import ParallelState
@@ -49,6 +50,8 @@ class Configuration:
     gpus_per_node: int | None = None
     backend: str | None = None
     places: Places = field(default=Places("Configuration"), compare=False, repr=False)
+    ordered: bool = field(default=True, compare=False, repr=False)
+    """Whether the first state is known to be the first: not where a tool may have sorted the names of a file."""
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Configuration":
@@ -65,6 +68,8 @@ class Configuration:
     def from_dict(cls, data: Any, places: Places | None = None) -> "Configuration":
         """Read plain data: `{"states": {name: settings}, ...}`, or the settings of one state, "base". *Pure.*
 
+        States may also be pairs, or mappings of one name each, as all that is ordered may.
+
         Raises:
             SpecError: Something in it cannot be; every problem.
         """
@@ -79,11 +84,13 @@ class Configuration:
         for key in data:
             if key not in KEYS:
                 problems.append(f"{places.of((str(key),))}: unknown key {key!r}.{hint(str(key), KEYS)}")
-        states = _states(data.get("states"), places, ("states",), problems)
+        given = data.get("states")
+        states = _states(given, places, ("states",), problems)
         common = {key: data.get(key) for key in KEYS[1:]}
         problems += _common(common, states, places)
         _refuse(places, problems)
-        return cls(states, **common, places=places)
+        ordered = not isinstance(given, Mapping) or not may_be_sorted(states)
+        return cls(states, **common, places=places, ordered=ordered)
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> "Configuration | None":
@@ -156,7 +163,8 @@ class Configuration:
         """Register all states, those with equal options at once. *Collective over their ranks.*
 
         Raises:
-            SpecError: The world is not the one that the configuration is for, or a state does not fit.
+            SpecError: The world is not the one that the configuration is for, a state does not fit, or there is no
+                default among names that a tool may have sorted.
         """
         with session_for(self.backend) as current:
             if self.world_size is not None and self.world_size != current.world_size:
@@ -164,6 +172,13 @@ class Configuration:
                     f"{self.places.of(('world_size',))}: world_size is {self.world_size}, but the world has "
                     f"{current.world_size} ranks. Start as many, or leave it out.",
                     world_size=self.world_size,
+                )
+            if not self.ordered and self.default is None:
+                raise SpecError(
+                    f"{self.places.of(('states',))}: the names of the states stand in sorted order "
+                    f"({listed(self.states)}), which tools make of any order, so which is the first is not known. Say "
+                    f"which is the default (default: NAME), or write pairs: states: [[name, settings], ...].",
+                    states=tuple(self.states),
                 )
             self.topologies(current.world_size)
             states: dict[str, ParallelState] = {}
@@ -182,9 +197,9 @@ class Configuration:
         return sorted(bundles.values(), key=lambda names: self.default not in names)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that `from_dict` reads back. *Pure.*"""
+        """Return plain data that `from_dict` reads back, keys in any order. *Pure.*"""
         common = {key: value for key in KEYS[1:] if (value := getattr(self, key)) is not None}
-        return {"states": {name: state.to_dict() for name, state in self.states.items()}, **common}
+        return {"states": write_pairs(self.states.items(), StateConfig.to_dict), **common}
 
 
 def settings_in(variables: Mapping[str, str]) -> dict[str, Any]:
@@ -214,11 +229,16 @@ def settings_in(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _states(data: Any, places: Places, path: tuple[str, ...], problems: list[str]) -> dict[str, StateConfig]:
-    if not isinstance(data, Mapping) or not data:
+    if not isinstance(data, Mapping | list | tuple) or not data:
         problems.append(f"{places.of(path)}: states is {data!r}. Give {{name: settings}}, at least one.")
         return {}
+    try:
+        pairs = pairs_in(places.of(path), "states", data)
+    except SpecError as error:
+        problems.append(str(error))
+        return {}
     states: dict[str, StateConfig] = {}
-    for name, settings in data.items():
+    for name, settings in pairs:
         here = (*path, str(name)) if path else ()
         try:
             states[str(name)] = StateConfig.of(settings)

@@ -11,13 +11,14 @@ from typing import Any
 
 from dualmesh import importers, presets
 from dualmesh.arguments import flag_of, is_one_of, items_of
-from dualmesh.configuration.schema import BY_NAME, SPEC_FIELDS, canonical, hint
+from dualmesh.configuration.schema import BY_NAME, FIELDS, SPEC_FIELDS, canonical, hint
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
+from dualmesh.federated_groups import FederatedGroups
 from dualmesh.group_options import checked_options
 from dualmesh.group_topology import GroupSpec
 from dualmesh.initialization import DP_MODES
 from dualmesh.resolution import whole
-from dualmesh.spec import TopologySpec
+from dualmesh.spec import TopologySpec, plain
 from dualmesh.usual import parallel_spec
 
 GRID_KEYS = ("axes", "combined", "views", "roles", "rank_offset")
@@ -68,9 +69,12 @@ class StateConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, items_of(where, name, value))
+        for name in (field.name for field in FIELDS if field.kind in ("size", "sizes")):
+            object.__setattr__(self, name, _plain_sizes(getattr(self, name)))
+        object.__setattr__(self, "ranks", _plain_sizes(self.ranks))
         for name in ("async_enabled", "own_groups"):
             if getattr(self, name) is not None:
-                flag_of(where, name, getattr(self, name))
+                object.__setattr__(self, name, flag_of(where, name, getattr(self, name)))
         if self.dp_mode is not None and not is_one_of(self.dp_mode, DP_MODES):
             raise ArgumentError(
                 f"{where}: dp_mode={self.dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(self.dp_mode, DP_MODES)}"
@@ -120,8 +124,14 @@ class StateConfig:
         return dataclasses.replace(self, **given)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain data, without those left out. *Pure.*"""
+        """Return the settings as plain data, without those left out. *Pure.*
+
+        Raises:
+            SpecError: The spec is a federation, which settings have no name for.
+        """
         data = self._given()
+        if isinstance(data.get("spec"), FederatedGroups):
+            raise SpecError(f"StateConfig: {self.spec!r} cannot be written as settings. Write its to_dict() itself.")
         spec = data.pop("spec", None)
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
         return {**(spec.to_dict() if spec is not None else {}), **plain}
@@ -129,6 +139,11 @@ class StateConfig:
     def _given(self, names: Iterable[str] | None = None) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(self)] if names is None else names
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def _plain_sizes(value: Any) -> Any:
+    """Return sizes of any integer type as ints, which files can hold; what is none is refused later."""
+    return tuple(map(plain, value)) if isinstance(value, tuple) else plain(value)
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ default: talker
 states:
   thinker: {dp_shard: -1, ulysses: 2}
   talker:
-    axes: {dp: -1, tp: 4}
+    axes: [{dp: -1}, {tp: 4}]
   nodes:
     rank_groups: {node: [[0, 1, 2], [3, 4]]}
   rollout:
@@ -31,7 +31,7 @@ default = "talker"
 dp_shard_size = -1
 ulysses_size = 2
 [states.talker]
-axes = {dp = -1, tp = 4}
+axes = [["dp", -1], ["tp", 4]]
 [states.nodes.rank_groups]
 node = [[0, 1, 2], [3, 4]]
 [states.rollout]

@@ -38,17 +38,22 @@ def test_whatever_is_declared_is_read_back(spec):
 @pytest.mark.parametrize(
     ("text", "data"),
     [
-        ("dp4 tp2", {"axes": {"dp": 4, "tp": 2}}),
-        ("  dp*   tp2 ", {"axes": {"dp": -1, "tp": 2}}),
-        ("stage1*2 dp*4", {"axes": {"stage1": 2, "dp": 4}}),
-        ('"a b"*2 "q\\""*', {"axes": {"a b": 2, 'q"': -1}}),
+        ("dp4 tp2", {"axes": [["dp", 4], ["tp", 2]]}),
+        ("  dp*   tp2 ", {"axes": [["dp", -1], ["tp", 2]]}),
+        ("stage1*2 dp*4", {"axes": [["stage1", 2], ["dp", 4]]}),
+        ('"a b"*2 "q\\""*', {"axes": [["a b", 2], ['q"', -1]]}),
         (
             "dp4 tp2|c=tp dp|@data=dp|+8",
-            {"axes": {"dp": 4, "tp": 2}, "combined": {"c": ["tp", "dp"]}, "roles": {"data": ["dp"]}, "rank_offset": 8},
+            {
+                "axes": [["dp", 4], ["tp", 2]],
+                "combined": [["c", ["tp", "dp"]]],
+                "roles": {"data": ["dp"]},
+                "rank_offset": 8,
+            },
         ),
         (
             "pp2 dp4 | e(dp): a* b2",
-            {"axes": {"pp": 2, "dp": 4}, "views": {"e": {"over": ["dp"], "axes": {"a": -1, "b": 2}}}},
+            {"axes": [["pp", 2], ["dp", 4]], "views": [["e", {"over": ["dp"], "axes": [["a", -1], ["b", 2]]}]]},
         ),
     ],
 )

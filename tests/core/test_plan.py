@@ -183,7 +183,7 @@ def test_plans_survive_plain_data_and_repr(plan):
 
 
 def test_plain_data_is_short_to_write():
-    data = {"patterns": {"*.w": [["dp", "tp"], None], "b": {"names": ["x"]}}, "rules": {"x": ["dp", "tp"]}}
+    data = {"patterns": [{"*.w": [["dp", "tp"], None]}, {"b": {"names": ["x"]}}], "rules": {"x": ["dp", "tp"]}}
     assert ShardingPlan.from_dict(data) == ShardingPlan(
         {"*.w": dm.P(("dp", "tp")), "b": ("x",)}, rules={"x": ("dp", "tp")}
     )

@@ -26,10 +26,10 @@ def test_a_spec_survives_every_round_trip(example):
 
 
 def test_specs_differ_in_everything_that_is_declared():
-    base = {"axes": {"dp": 2, "tp": 2}}
+    base = {"axes": [["dp", 2], ["tp", 2]]}
     specs = [
         base,
-        {"axes": {"tp": 2, "dp": 2}},
+        {"axes": [["tp", 2], ["dp", 2]]},
         {**base, "combined": {"c": ["dp"]}},
         {**base, "views": {"v": {"over": ["dp"], "axes": {"a": 2}}}},
         {**base, "views": {"v": {"over": ["tp"], "axes": {"a": 2}}}},
@@ -51,7 +51,7 @@ def test_sizes_of_any_integer_type_become_ints():
     spec = dm.TopologySpec({"dp": np.int64(2)}, views={"v": dm.View("dp", {"a": np.int8(2)})}, rank_offset=np.uint8(4))
     data = spec.to_dict()
     assert json.dumps(data) == (
-        '{"axes": {"dp": 2}, "views": {"v": {"over": ["dp"], "axes": {"a": 2}}}, "rank_offset": 4}'
+        '{"axes": [["dp", 2]], "views": [["v", {"over": ["dp"], "axes": [["a", 2]]}]], "rank_offset": 4}'
     )
     assert spec == dm.TopologySpec({"dp": 2}, views={"v": {"over": "dp", "axes": {"a": 2}}}, rank_offset=4)
 
@@ -67,7 +67,7 @@ def test_one_name_stands_for_a_tuple_of_one():
         ([("dp", 2)], "must map names to values, found list"),
         ({"axes": {"dp": 2}, "rolse": {}}, "unknown key 'rolse'. Keys: axes.* Did you mean 'roles'"),
         ({"axes": [2, 2]}, "axes must map names to values, found list"),
-        ({"axes": {"dp": 2}, "views": {"v": {"over": ["dp"]}}}, "view 'v': axes is missing. Keys: over, axes"),
+        ({"axes": {"dp": 2}, "views": {"v": {"over": ["dp"]}}}, "view 'v': 'axes' is missing. Keys: over, axes"),
         ({"axes": {"dp": 2}, "views": {"v": {"over": "dp", "axis": {}}}}, "view 'v': unknown key 'axis'.*'axes'"),
         ({"axes": {"dp": 2}, "views": {"v": 3}}, "view 'v' must map names to values, found int 3"),
         ({"axes": {"dp": 2}, "combined": {"c": 3}}, "a name or a list of names, found 3"),
