@@ -104,7 +104,8 @@ class Trainer:
             self.callbacks.append(dm.bind(self.report))  # keeps the talker's state, whoever calls it
         schedule = optax.linear_schedule(0.02, 0.01, 20)
         optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), optax.adamw(schedule))
-        self.optimizer_state = jax.jit(optimizer.init)(self.parameters)
+        # Not under jit: zeros that depend on no values would lie whole on one device. So they lie as their parameters.
+        self.optimizer_state = jax.tree.map(on_every_device, optimizer.init(self.parameters))
         self.data = batches()
 
         @jax.jit
@@ -142,6 +143,11 @@ class Trainer:
         self.callbacks.clear()
         self.session.close()
         dm.clear_parallel_state()
+
+
+def on_every_device(x: jax.Array) -> jax.Array:
+    """Return an array as it lies, but a count on every device, as a step returns it: else the second would compile."""
+    return x if x.ndim else dm.distribute(x, dm.P())
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -26,7 +26,9 @@ def train(world_size: int, steps: int, path: str | None) -> list[float]:
         specs = (composite.SPECS, composite.TOKENS, composite.TOKENS)
         loss_of = dm.shard_map(composite.loss, in_specs=specs, out_specs=dm.P())
         optimizer = optax.adamw(3e-3, weight_decay=0.01)
-        optimizer_state = optimizer.init(parameters)
+        # Not under jit, which would put the moments whole on one device; counts lie everywhere, as a step returns them.
+        moments = optimizer.init(parameters)
+        optimizer_state = jax.tree.map(lambda x: x if x.ndim else dm.distribute(x, dm.P()), moments)
 
         @jax.jit
         def update(parameters, optimizer_state, inputs, targets):

@@ -270,3 +270,41 @@ print(found.reports[0].split(":")[0], len(found.reports))
 """
     said = fresh(code, XLA_FLAGS=f"--xla_force_host_platform_device_count={world}").splitlines()
     assert said == ["True True", "talker step 1 6"]
+
+
+MOMENTS = """
+import sys
+sys.path.insert(0, "examples")
+import jax
+import numpy as np
+import composite_jax, jax_trainer
+
+compiled = []
+def counted(fn, jit=jax.jit, **settings):
+    compiled.append((getattr(fn, "__name__", ""), jit(fn, **settings)))
+    return compiled[-1][1]
+jax.jit = counted
+
+trainer = composite_jax.Trainer()
+trainer.set_up(4)
+trainer.build()
+def strays():
+    placed = {x.shape: x.sharding for x in jax.tree.leaves(trainer.parameters)}
+    assert len(placed) == 4
+    for x in jax.tree.leaves(trainer.optimizer_state):
+        if x.ndim and x.sharding != placed[x.shape] or len(x.addressable_shards) < 4:
+            yield x.shape, x.sharding
+print(list(strays()), trainer.optimizer_state[1][0].mu["talker"]["experts"].addressable_shards[0].data.shape)
+for number in range(3):
+    trainer.step(number)
+print(list(strays()))
+trainer.tear_down()
+jax_trainer.train(4, 3, None)
+print([fn._cache_size() for name, fn in compiled if name == "update"])
+"""
+
+
+def test_the_examples_keep_optimizer_states_as_their_parameters_lie_and_compile_their_step_once():
+    """No moment is whole on one device, at first and after steps; the second step runs the first's program."""
+    said = fresh(MOMENTS, XLA_FLAGS="--xla_force_host_platform_device_count=4").splitlines()
+    assert [said[0], said[1], said[-1]] == ["[] (2, 16, 16)", "[]", "[1, 1]"]
