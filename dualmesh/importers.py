@@ -17,7 +17,9 @@ from dualmesh.setting_names import (
     DEEPSPEED_SECTIONS,
     MAXTEXT,
     MAXTEXT_AXES,
+    MAXTEXT_BATCH,
     MAXTEXT_KEYS,
+    MAXTEXT_LENGTH,
     MEGATRON,
     MEGATRON_REFUSED,
     TORCHTITAN,
@@ -57,7 +59,7 @@ def torchtitan(parallelism: Mapping[str, Any]) -> TopologySpec:
     spec = presets.torchtitan(**sizes)
     if expert_tp == 1:
         return spec
-    outside = View(("dp_shard", "cp"), spec.views["sparse"].axes)
+    outside = View(("dp_shard", "cp"), spec.views["sparse"].axes, spec.views["sparse"].roles)
     return TopologySpec(spec.axes, spec.combined, {"sparse": outside}, spec.roles)
 
 
@@ -150,6 +152,8 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
 
     Every axis of MaxText's mesh exists; one that spans slices is dcn_NAME (outside all ici axes) and ici_NAME, with
     NAME as their combination. Ranks are slice by slice, row-major inside one: devices without a physical reordering.
+    Tokens differ along each axis over which MaxText's default rules lay a batch or a sequence, stages too, and
+    gradients are summed over all of them.
 
     Args:
         settings: ici_*_parallelism, dcn_*_parallelism and, for another order, mesh_axes.
@@ -169,25 +173,31 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
     inside = {name: read.size(f"ici_{MAXTEXT_KEYS[name]}_parallelism", inferred=True) for name in order}
     across = {name: read.size(f"dcn_{MAXTEXT_KEYS[name]}_parallelism", inferred=True) for name in order}
     across = _filled(read, across, slices)
-    for name in set(MAXTEXT_AXES) - set(order):
+    for name in (name for name in MAXTEXT_AXES if name not in order):
         for kind in ("ici", "dcn"):
-            if read.size(f"{kind}_{MAXTEXT_KEYS[name]}_parallelism", inferred=True) > 1:
-                read.problems.append(f"{kind} {name!r} has a size but is not among mesh_axes: {listed(order)}.")
+            key = f"{kind}_{MAXTEXT_KEYS[name]}_parallelism"
+            size = read.size(key, inferred=True)
+            if size > 1 or (size == -1 and key in settings):
+                read.problems.append(
+                    f"{key}={size}, but {name!r} is not among mesh_axes: {listed(order)}. Add it there, or leave the "
+                    f"size out."
+                )
     read.refuse()
     spanning = [name for name in order if across[name] > 1]
     axes = {f"dcn_{name}": across[name] for name in spanning}
     axes |= {f"ici_{name}" if name in spanning else name: inside[name] for name in order}
+    loss = (*MAXTEXT_BATCH, *MAXTEXT_LENGTH)
     roles = {
-        "data": ("data", "fsdp", "fsdp_transpose", "expert"),
-        "params": ("fsdp", "fsdp_transpose"),
-        "loss": ("data", "fsdp", "fsdp_transpose", "expert", "sequence", "context"),
-        "sequence": ("sequence", "context"),
+        "data": MAXTEXT_BATCH,
+        "params": tuple(name for name in loss if name != "data"),
+        "loss": loss,
+        "sequence": MAXTEXT_LENGTH,
         "replicate": ("data",),
     }
     return TopologySpec(
         axes,
         {name: (f"dcn_{name}", f"ici_{name}") for name in spanning},
-        roles={part: tuple(name for name in members if name in order) for part, members in roles.items()},
+        roles={part: tuple(name for name in order if name in members) for part, members in roles.items()},
     )
 
 
@@ -249,7 +259,7 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     pair = {"edp": -1, "ep": experts}
     if read.get("use_data_before_expert_parallelism"):
         pair = {"ep": experts, "edp": -1}
-    views = {"expert": View(data, pair)}
+    views = {"expert": View(data, pair, {"experts": "ep", "params": "edp", "replicate": "sp"})}
     if hpz > 1:
         views["hpz"] = View(data, {"hpz_outer": -1, "hpz": hpz})
     roles: dict[str, tuple[str, ...]] = {"data": data, "loss": (*data, "sp"), "sequence": ("sp",)}

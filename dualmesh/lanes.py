@@ -12,14 +12,13 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from dualmesh.layout import Layout
+from dualmesh.roles import expanded, view_param_axes
 from dualmesh.topology import Axis, Topology
 
 Lane = Literal["data", "param"]
 
 _WHOLE_ROLES = ("data", "params", "replicate", "loss")
 _MEMBER_ROLES = ("data", "replicate")
-_REST_ENDINGS = ("_fsdp", "_replicate", "_dp")
-_REST_NAMES = ("efsdp", "edp")
 
 
 class RankList(tuple[int, ...]):
@@ -55,23 +54,9 @@ def lane_of(topology: Topology, axis: Axis) -> Lane:
     ['param', 'param', 'data', 'data']
     """
     names = (axis,) if isinstance(axis, str) else axis
-    if len(names) == 1 and names[0] in _rest_axes(topology):
+    if len(names) == 1 and names[0] in view_param_axes(topology):
         return "param"
     return "param" if expanded(topology, names) in _reduced(topology) else "data"
-
-
-def expanded(topology: Topology, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes with combined ones replaced by what they are made of, down to base and view axes. *Pure.*"""
-    combined = topology.spec.combined
-    found: list[str] = []
-    for name in names:
-        if name in combined:
-            found += expanded(topology, combined[name])
-        elif name == "world":
-            found += topology.base_axes
-        else:
-            found.append(name)
-    return tuple(found)
 
 
 def membership(
@@ -191,13 +176,6 @@ def everyones(topology: Topology, places: Sequence[int] | None = None) -> tuple[
             }
         )
     )
-
-
-@lru_cache(maxsize=128)
-def _rest_axes(topology: Topology) -> frozenset[str]:
-    """The axes of views that hold what is left beside the experts: their parameters are sharded over them."""
-    names = [name for _, view in topology.spec.named_views for name, _ in view.sizes]
-    return frozenset(name for name in names if name.endswith(_REST_ENDINGS) or name in _REST_NAMES)
 
 
 @lru_cache(maxsize=128)

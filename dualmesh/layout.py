@@ -156,6 +156,26 @@ def overlap(first: Layout, second: Layout) -> bool:
     return clash((first, second)) is not None
 
 
+def spans(layouts: Iterable[Layout], part: Layout) -> bool:
+    """Tell whether several layouts together join all ranks that one joins. *Pure.*
+
+    >>> spans([Layout.of([Digit(2, 2)]), Layout.of([Digit(2, 1)])], Layout.of([Digit(4, 1)]))
+    True
+    """
+    ranges: list[tuple[int, int]] = []
+    for size, stride in sorted(
+        (digit for layout in layouts for digit in layout.digits), key=lambda digit: digit.stride
+    ):
+        if ranges and ranges[-1][1] >= stride:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], stride * size)
+        else:
+            ranges.append((stride, stride * size))
+    return all(
+        any(start <= stride and stride * size <= end and stride % start == 0 for start, end in ranges)
+        for size, stride in part.digits
+    )
+
+
 def refactored(whole: Layout, sizes: Sequence[int]) -> list[Layout] | None:
     """Factor a layout anew into axes of the given sizes, first = slowest. *Pure.*
 

@@ -5,7 +5,8 @@ Reading gives the plain data that `TopologySpec.from_dict` takes, writing starts
 Sections are separated by `|`, the first has the base axes, outermost first. Sizes follow the name (`tp2`), after a `*`
 where the name ends with a digit (`stage1*2`); a `*` alone is a size to infer (`dp*`). Then, in any order:
 
-- `NAME(OVER): AXES` a view; without `(OVER)` it is over the innermost base axes whose sizes multiply to its own;
+- `NAME(OVER): AXES` a view; without `(OVER)` it is over the innermost base axes whose sizes multiply to its own; its
+  roles follow, `@ROLE = AXES`;
 - `NAME = AXES` a combined axis, `@ROLE = AXES` a role, both first = slowest;
 - `+N` the rank offset.
 
@@ -24,7 +25,7 @@ _PLAIN_NAME = re.compile(r'[^\s|=:()*@+"]+')
 _SIZED = re.compile(r"(?P<name>.*?\D)(?P<size>[0-9]+)", re.DOTALL | re.ASCII)
 _INFER = -1
 _KEYS = ("axes", "combined", "views", "roles", "rank_offset")
-_VIEW_KEYS = ("over", "axes")
+_VIEW_KEYS = ("over", "axes", "roles")
 _ORDERED = ("axes", "combined", "views")
 
 
@@ -44,9 +45,10 @@ def written(data: Mapping[str, Any]) -> str:
         _refuse_others(f"view {name!r}", view, _VIEW_KEYS)
         over, sizes = list(view["over"]), dict(view["axes"])
         implied = over == _implied(axes, sizes)
-        sections.append(f"{_name(name)}{'' if implied else f'({_names(over)})'}: {_sizes_text(sizes)}")
+        roles = "".join(f" {_role(part, members)}" for part, members in view.get("roles", {}).items())
+        sections.append(f"{_name(name)}{'' if implied else f'({_names(over)})'}: {_sizes_text(sizes)}{roles}")
     sections += [f"{_name(name)} = {_names(members)}" for name, members in data.get("combined", [])]
-    sections += [f"@{_name(name)} = {_names(members)}" for name, members in data.get("roles", {}).items()]
+    sections += [_role(name, members) for name, members in data.get("roles", {}).items()]
     offset = data.get("rank_offset", 0)
     if type(offset) is not int or offset < 0:
         raise SpecError(f"Notation: rank_offset={offset!r} must be an integer of at least 0.", rank_offset=offset)
@@ -96,6 +98,10 @@ def _name(name: Any) -> str:
 
 def _names(names: Iterable[str]) -> str:
     return " ".join(_name(name) for name in names)
+
+
+def _role(name: str, members: Iterable[str]) -> str:
+    return f"@{_name(name)} = {_names(members)}"
 
 
 def _sizes_text(axes: Mapping[str, Any]) -> str:
@@ -192,9 +198,9 @@ class _Reader:
         self._end()
 
     def sizes(self) -> dict[str, int]:
-        """Read sized names to the end of the section."""
+        """Read sized names to the end of the section, or to a role."""
         found: dict[str, int] = {}
-        while self._next < len(self._tokens):
+        while self._next < len(self._tokens) and not self._sees("@"):
             place = self._place()
             name, size = self._sized()
             if name in found:
@@ -245,7 +251,10 @@ class _Reader:
             raise _fault(
                 self._text, place, "no innermost base axes multiply to this view's sizes: name what it is over, (AXES)"
             )
-        return {"over": over, "axes": sizes}
+        view: dict[str, Any] = {"over": over, "axes": sizes}
+        while self._takes("@"):
+            self._keep(view, "roles", self._name(), self._members())
+        return view
 
     def _members(self) -> list[str]:
         self._expect("=")

@@ -47,7 +47,7 @@ def torchtitan(
             "loss": ("dp_replicate", "dp_shard", "cp"),
             "fsdp": ("dp_shard", "cp"),
         },
-        {"sparse": View(("dp_shard", "cp", "tp"), {"efsdp": -1, "ep": ep})},
+        {"sparse": View(("dp_shard", "cp", "tp"), {"efsdp": -1, "ep": ep}, {"experts": "ep", "params": "efsdp"})},
         {
             "data": ("dp_replicate", "dp_shard"),
             "params": ("dp_shard", "cp"),
@@ -61,8 +61,8 @@ def torchtitan(
 def accelerate(*, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, sp: int = 1, tp: int = 1) -> TopologySpec:
     """Return the mesh of Accelerate's ParallelismConfig as a spec. *Pure.*
 
-    Base axes: dp_replicate, dp_shard, cp, sp, tp. Combined: dp (dp_replicate, dp_shard), dp_shard_cp, dp_cp
-    (dp_replicate, dp_shard, cp).
+    Base axes: dp_replicate, dp_shard, cp, sp, tp. Combined: dp (dp_replicate, dp_shard), and under Accelerate's names,
+    which span both ways to split a sequence, dp_shard_cp (dp_shard, cp, sp) and dp_cp (dp_replicate, dp_shard, cp, sp).
 
     Args:
         dp_shard: May be -1, as may dp_replicate, but not both.
@@ -74,12 +74,12 @@ def accelerate(*, dp_replicate: int = 1, dp_shard: int = 1, cp: int = 1, sp: int
         {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "sp": sp, "tp": tp},
         {
             "dp": ("dp_replicate", "dp_shard"),
-            "dp_shard_cp": ("dp_shard", "cp"),
-            "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+            "dp_shard_cp": ("dp_shard", "cp", "sp"),
+            "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
         },
         roles={
             "data": ("dp_replicate", "dp_shard"),
-            "params": ("dp_shard", "cp"),
+            "params": ("dp_shard", "cp", "sp"),
             "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
             "sequence": ("cp", "sp"),
             "replicate": ("dp_replicate",),
@@ -207,12 +207,14 @@ def _megatron_grids(
         ("expert", "expert_outer"), _parts(dense, sizes["pp"]), _parts(experts, sizes["pp"]), strict=True
     ):
         if axes:
-            views[name] = View(over, {axis: expert_sizes[axis] for axis in axes})
+            parts = {part: axis for part, axis in (("experts", "ep"), ("params", "expert_dp")) if axis in axes}
+            views[name] = View(over, {axis: expert_sizes[axis] for axis in axes}, parts)
     share = "expert_dp"
     if instances > 1:
         for name, whole_axes in (("dp_cp", combined["dp_cp"]), (share, (share,))):
-            parts = {f"inter_partial_{name}": instances, f"intra_partial_{name}": -1}
-            views[f"partial_{name}"] = View(whole_axes, parts)
+            inter, intra = f"inter_partial_{name}", f"intra_partial_{name}"
+            roles = {"params": intra, "replicate": inter} if name == share else {}
+            views[f"partial_{name}"] = View(whole_axes, {inter: instances, intra: -1}, roles)
         share = "intra_partial_expert_dp"
     combined["intra_dist_opt"] = (share, *combined["expert_tp_ep_pp"])
     return TopologySpec(

@@ -4,18 +4,26 @@ What is declared is in `spec`, the algebra in `layout`, the answers about ranks 
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, SpecError, counted, did_you_mean, listed
-from dualmesh.layout import Layout, clash, cuts, divisors, refactored, row_major
+from dualmesh.layout import Layout, clash, cuts, divisors, refactored, row_major, spans
 
 if TYPE_CHECKING:
     from dualmesh.spec import TopologySpec, View
 
 ROLES = ("data", "params", "loss", "sequence", "replicate")
+
+VIEW_ROLES = ("experts", "params", "replicate")
+
+TOKEN_ROLES = ("data", "sequence", "loss")
+"""Along their axes ranks have different tokens."""
+
+SUMMED_ROLES = ("params", "replicate")
+"""Over their axes wrappers sum gradients, all together."""
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -76,6 +84,8 @@ def fit(spec: "TopologySpec", world_size: int) -> Fit:
     fitting.combine(waiting, finally_=True)
     fitting.world([name for name, _ in spec.base])
     fitting.check_roles(spec.parts)
+    fitting.check_view_roles(spec.named_views)
+    fitting.check_tokens(spec.roles, spec.named_views)
     refuse("Topology", fitting.problems)
     order = [name for name, _ in base]
     order += [axis for sizes in views.values() for axis, _ in sizes]
@@ -136,6 +146,83 @@ class _Fitting:
             if part not in ROLES:
                 self.problems.append(f"role {part!r} is unknown. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}")
             self._joined(f"role {part!r}", members)
+
+    def check_view_roles(self, views: Sequence[tuple[str, "View"]]) -> None:
+        for name, view in views:
+            for part, members in view.parts:
+                what = f"role {part!r} of view {name!r}"
+                if part not in VIEW_ROLES:
+                    hint = did_you_mean(part, VIEW_ROLES)
+                    self.problems.append(f"{what} is unknown. Roles of a view: {listed(VIEW_ROLES)}.{hint}")
+                self._joined(what, members)
+                foreign = [axis for axis in members if axis not in view.axes]
+                if foreign and part in ("experts", "params"):
+                    self.problems.append(
+                        f"{what} names {listed(map(repr, foreign))}, no axis of that view. Axes: {listed(view.axes)}."
+                    )
+
+    def check_tokens(self, roles: Mapping[str, tuple[str, ...]], views: Sequence[tuple[str, "View"]]) -> None:
+        """Refuse roles by which gradients would not be summed over exactly the tokens that differ."""
+        if self.problems:
+            return
+        tokens = [(part, name) for part in TOKEN_ROLES for name in roles.get(part, ())]
+        summed = [(part, name) for part in SUMMED_ROLES for name in roles.get(part, ())]
+        if "loss" in roles:
+            self.problems += [
+                f"tokens differ along {name!r} (role {part!r}), but role 'loss' leaves it out, so they would not be "
+                f"counted. Add {name!r} to it, now {roles['loss']!r}, or take it out of role {part!r}."
+                for part, name in self._uncovered(tokens, roles["loss"])
+            ]
+        if "params" in roles:
+            over = [name for _, name in summed]
+            self.problems += [
+                f"tokens differ along {name!r} (role {part!r}), but no gradient is summed over it: it is in neither "
+                f"role 'params', {roles['params']!r}, nor role 'replicate', {roles.get('replicate', ())!r}. Add it to "
+                f"'params' where parameters are sharded over it, else to 'replicate'."
+                for part, name in self._uncovered(tokens, over)
+            ]
+            if "loss" in roles:
+                self.problems += [
+                    f"gradients are summed over {name!r} (role {part!r}), along which no tokens differ: it is not in "
+                    f"role 'loss', {roles['loss']!r}, so each would count {self._size(name)} times. Add it there, or "
+                    f"take it out of role {part!r}."
+                    for part, name in self._uncovered(summed, roles["loss"])
+                ]
+        self._check_views(tokens, roles, views)
+
+    def _check_views(
+        self,
+        tokens: Sequence[tuple[str, str]],
+        roles: Mapping[str, tuple[str, ...]],
+        views: Sequence[tuple[str, "View"]],
+    ) -> None:
+        kept = roles.get("replicate", ())
+        for name, view in views:
+            own = view.roles
+            if "params" not in own or self.problems:
+                continue
+            # Experts may be cut by several views that cross, one inside the pipeline and one outside.
+            beside = [axis for _, other in views if other.parts for axis in other.over]
+            over = [*view.over, *beside, *kept, *own.get("replicate", ())]
+            self.problems += [
+                f"tokens differ along {axis!r} (role {part!r}), but view {name!r}, whose parameters are sharded over "
+                f"{listed(own['params'])}, neither spans it nor has copies along it, so none of their gradients is "
+                f"summed over it. Lay the view over it too, now {view.over!r}, or name it in its role 'replicate'."
+                for part, axis in self._uncovered(tokens, over)
+            ]
+
+    def _uncovered(self, named: Sequence[tuple[str, str]], over: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the (role, axis) whose ranks some axes do not join."""
+        whole = [layout for name in over if (layout := self.layouts.get(name)) is not None]
+        return [
+            (part, name)
+            for part, name in named
+            if (layout := self.layouts.get(name)) is not None and not spans(whole, layout)
+        ]
+
+    def _size(self, name: str) -> int:
+        layout = self.layouts.get(name)
+        return 1 if layout is None else layout.size
 
     # -- axes ------------------------------------------------------------------------------------------------------
 

@@ -129,6 +129,7 @@ MAXTEXT_AXES = (
     "fsdp_transpose",
     "sequence",
     "context",
+    "context_usp_ulysses",
     "context_autoregressive",
     "tensor",
     "tensor_transpose",
@@ -138,12 +139,14 @@ MAXTEXT_AXES = (
 )
 """MaxText's mesh axes, outermost first, unless `mesh_axes` says otherwise."""
 
-MAXTEXT_KEYS: Mapping[str, str] = {
-    **{name: name for name in MAXTEXT_AXES},
-    "stage": "pipeline",
-    "context_usp_ulysses": "context_usp_ulysses",
-}
+MAXTEXT_KEYS: Mapping[str, str] = {**{name: name for name in MAXTEXT_AXES}, "stage": "pipeline"}
 """What an axis is called in ici_*_parallelism and dcn_*_parallelism."""
+
+MAXTEXT_BATCH = ("data", "stage", "fsdp", "fsdp_transpose", "expert")
+"""Axes over which MaxText lays the batch (`activation_embed_and_logits_batch`): stages too, outside the pipeline."""
+
+MAXTEXT_LENGTH = ("sequence", "context", "context_usp_ulysses", "tensor_sequence")
+"""Axes over which MaxText lays the length of a sequence (`activation_norm_length`)."""
 
 MAXTEXT: Mapping[str, Any] = {
     **{f"{kind}_{key}_parallelism": 1 for kind in ("ici", "dcn") for key in MAXTEXT_KEYS.values()},

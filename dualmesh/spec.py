@@ -3,7 +3,7 @@
 Whether it fits a world is decided in `resolution`; the usual specs are written in `usual`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from dualmesh.arguments import items_in
 from dualmesh.errors import SpecError
 from dualmesh.lazy import notebooks
 from dualmesh.plain_data import check_fields, pairs_in, read_fields, read_pairs, stands_as, write_fields, write_pairs
-from dualmesh.resolution import ROLES, fit, whole
+from dualmesh.resolution import ROLES, VIEW_ROLES, fit, whole
 from dualmesh.topology import Topology
 
 
@@ -43,21 +43,30 @@ class View:
     Args:
         over: The axes that are read as one number, first = slowest.
         axes: Names and sizes of the axes that this number is factored into, outermost first; one may be -1.
+        roles: Which axes play which part for the parameters that lie on the view: "experts" (each index holds other
+            ones), "params" (they are sharded), "replicate" (they have copies; also axes that the view does not span).
 
-    >>> View(over=("dp_shard", "ulysses"), axes={"ep_fsdp": -1, "ep": 4})
-    View(over=('dp_shard', 'ulysses'), axes={'ep_fsdp': -1, 'ep': 4})
+    >>> View(over=("dp_shard", "ulysses"), axes={"ep_fsdp": -1, "ep": 4}, roles={"params": "ep_fsdp"})
+    View(over=('dp_shard', 'ulysses'), axes={'ep_fsdp': -1, 'ep': 4}, roles={'params': ('ep_fsdp',)})
     """
 
     over: tuple[str, ...] = stands_as("over", list)
     sizes: tuple[tuple[str, int], ...] = stands_as("axes", write_pairs, read_sizes)
+    parts: tuple[tuple[str, tuple[str, ...]], ...] = stands_as("roles", write_roles, left_out=())
 
-    def __init__(self, over: Iterable[str] | str, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        over: Iterable[str] | str,
+        axes: Mapping[str, int] | Iterable[tuple[str, int]],
+        roles: Mapping[str, Iterable[str] | str] | None = None,
+    ) -> None:
         object.__setattr__(self, "over", names_of(over))
         object.__setattr__(self, "sizes", sizes_of("View axes", axes))
+        object.__setattr__(self, "parts", parts_of(roles, VIEW_ROLES))
 
     @classmethod
     def of(cls, name: str, view: Any) -> "View":
-        """Return a view, or plain data with the keys `over` and `axes` as one. *Pure.*"""
+        """Return a view, or plain data with the keys `over`, `axes` and `roles` as one. *Pure.*"""
         if isinstance(view, cls):
             return view
         where = f"Topology: view {name!r}"
@@ -69,8 +78,14 @@ class View:
         """Names and sizes of the view's axes, outermost first."""
         return dict(self.sizes)
 
+    @property
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """Axes by the part they play for the parameters that lie on the view."""
+        return dict(self.parts)
+
     def __repr__(self) -> str:
-        return f"View(over={self.over!r}, axes={self.axes!r})"
+        roles = f", roles={self.roles!r}" if self.parts else ""
+        return f"View(over={self.over!r}, axes={self.axes!r}{roles})"
 
 
 @dataclass(frozen=True, init=False)
@@ -146,7 +161,7 @@ class TopologySpec:
             SpecError: The spec does not fit the world; the message lists every problem.
         """
         fitted = fit(self, world_size)
-        views = {name: View(view.over, dict(fitted.views[name])) for name, view in self.named_views}
+        views = {name: View(view.over, dict(fitted.views[name]), view.roles) for name, view in self.named_views}
         spec = TopologySpec(dict(fitted.base), self.combined, views, self.roles, rank_offset=fitted.rank_offset)
         return Topology(spec, world_size, fitted.layouts)
 
@@ -209,10 +224,10 @@ def read_views(where: str, data: Any) -> tuple[tuple[str, View], ...]:
     return tuple((name, read_fields(f"Topology: view {name!r}", View, view)) for name, view in pairs)
 
 
-def parts_of(roles: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def parts_of(roles: Any, order: Sequence[str] = ROLES) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return roles and their axes in one order, since theirs is no meaning. *Pure.*"""
     pairs = [] if roles is None else pairs_in("Topology", "roles", roles)
-    known = {name: place for place, name in enumerate(ROLES)}
+    known = {name: place for place, name in enumerate(order)}
     parts = ((name, names_of(members)) for name, members in pairs)
     return tuple(sorted(parts, key=lambda part: (known.get(part[0], len(known)), str(part[0]))))
 

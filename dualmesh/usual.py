@@ -94,8 +94,9 @@ def parallel_spec(
         if size == 1:
             continue
         axes = {name: size, f"{name}_fsdp": -1} if outermost else {f"{name}_fsdp": -1, name: size}
-        views[name] = View(over, axes)
-        combined[f"{name}_replicate"] = ("dp_replicate",)
+        replicas = f"{name}_replicate"
+        views[name] = View(over, axes, {"experts": name, "params": f"{name}_fsdp", "replicate": replicas})
+        combined[replicas] = ("dp_replicate",)
     return TopologySpec(dict(zip(BASE_AXES, sizes, strict=True)), combined, views, ROLES)
 
 

@@ -14,9 +14,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from dualmesh import placements
 from dualmesh.cautions import caution
 from dualmesh.errors import ShardingError, listed
-from dualmesh.lanes import expanded, lane_of
+from dualmesh.lanes import lane_of
 from dualmesh.layout import Digit, Layout
 from dualmesh.partition_spec import P, check_axes
+from dualmesh.roles import expanded, replica_axes
 from dualmesh.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.named_mesh import NamedMesh
@@ -142,12 +143,12 @@ class Meshes:
         """Return the axes of the array mesh on which a spec lies, outermost first. *Pure.*"""
         return tuple(self._array_axes(self._view_of(spec, spec.axes)))
 
-    def grid_of(self, view: str | None, replicas: str | None = None) -> tuple[str, ...]:
+    def grid_of(self, view: str | None, *, called: bool = False) -> tuple[str, ...]:
         """Return the base axes, those that a view spans replaced by its own. *Pure.*
 
         Args:
             view: The view; None: the base axes.
-            replicas: Where an axis of this name reads one of them alone, the name it has here.
+            called: Whether a base axis of copies has the name that the view's role "replicate" gives it.
         """
         topology = self._state.topology
         axes = list(topology.base_axes)
@@ -155,15 +156,15 @@ class Meshes:
             return tuple(axes)
         spanned = set(expanded(topology, topology.spec.views[view].over))
         start = min(axes.index(name) for name in spanned)
-        alone = topology.spec.combined.get(replicas or "", ())
+        named = replica_axes(topology, view) if called else ()
+        names = {run[0]: name for name in named if len(run := expanded(topology, (name,))) == 1}
         before, after = (
-            [replicas if replicas and alone == (name,) else name for name in part if name not in spanned]
-            for part in (axes[:start], axes[start:])
+            [names.get(name, name) for name in part if name not in spanned] for part in (axes[:start], axes[start:])
         )
         return (*before, *topology.spec.views[view].axes, *after)
 
     def _found(self, axes: tuple[Axis, ...]) -> DeviceMesh:
-        views = (self.grid_of(view, replicas=f"{view}_replicate") for view in self._state.topology.spec.views)
+        views = (self.grid_of(view, called=True) for view in self._state.topology.spec.views)
         for root in (self._merged_axes(), self._state.topology.base_axes, *views):
             places = [root.index(axis) for axis in axes if axis in root]
             if len(places) == len(axes) and places == sorted(set(places)):

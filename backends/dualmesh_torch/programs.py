@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
 from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.programs import warn_of_forgotten
+from dualmesh.roles import expanded
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs

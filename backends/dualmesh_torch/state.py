@@ -18,6 +18,7 @@ from dualmesh.errors import ShardingError, listed
 from dualmesh.group_options import checked_timeout
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
+from dualmesh.roles import expanded
 from dualmesh.state import AxisTable, ParallelState
 from dualmesh.state_plan import StatePlan, World
 from dualmesh.topology import Axis
@@ -197,7 +198,7 @@ class TorchState(ParallelState):
 
     def axes(self, axis: Axis) -> tuple[str, ...]:
         self.size(axis)
-        names = lanes.expanded(self.topology, (axis,) if isinstance(axis, str) else axis)
+        names = expanded(self.topology, (axis,) if isinstance(axis, str) else axis)
         return tuple(self.meshes.dim_name(name) for name in names if self.size(name) > 1)
 
     def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> tuple[Placement, ...]:

@@ -12,27 +12,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dualmesh.errors import ShardingError, listed
-from dualmesh.lanes import expanded
 from dualmesh.partition_spec import P, split_axes
 from dualmesh.paths import Pattern
-from dualmesh.topology import Axis, Topology
+from dualmesh.roles import expanded, param_axes, replica_axes
+from dualmesh.topology import Axis
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
-
-REST = "_fsdp"
-"""How the axis of a view ends that shards parameters beside NAME, where nothing else is said."""
-
-REPLICAS = "_replicate"
-"""How the axis may be called that counts the replicas of a view NAME."""
 
 NOT_SPLIT = (
     "apply: FSDP2 splits every parameter of a unit over {axes}, but {path!r} has {spec!r}. Name the axes in one dim, "
     "fastest there: dm.P({example!r}); or leave its module out of the units."
 )
 NO_REST = (
-    "apply: {path!r} has {spec!r}, and no axis of view {view!r} is called NAME_fsdp. Axes: {axes}. Say which one FSDP2 "
-    "splits over, units={{'{unit}': 'axis'}}, or leave its module out of the units."
+    "apply: {path!r} has {spec!r}, and view {view!r} does not say which of its axes shards parameters. Axes: {axes}. "
+    "Say it in the view, roles={{'params': 'axis'}}, or here, units={{'{unit}': 'axis'}}; or leave its module out of "
+    "the units."
 )
 SPANNED = (
     "apply: view {view!r} spans {kept}, over which parameters have replicas (role 'replicate'), and no axis of it "
@@ -127,7 +122,7 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
     used = {*expanded(topology, spec.axes), *expanded(topology, asked or ())}
     view = next((name for name, one in topology.spec.named_views if set(one.axes) & used), None)
     order = state.meshes.grid_of(view)
-    named = asked or (topology.role("params") if view is None else _rest(topology, view))
+    named = asked or (topology.role("params") if view is None else param_axes(topology, view))
     if not named:
         raise ShardingError(
             NO_REST.format(
@@ -149,7 +144,7 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
                 AGAINST.format(path=path, spec=spec, dim=place, axes=listed(inside), order=listed(order)), spec=spec
             )
         before |= dict.fromkeys(inside, place)
-    kept = expanded(topology, topology.spec.roles.get("replicate", ()))
+    kept = expanded(topology, replica_axes(topology, view))
     if (dim is None and large) or set(before) & {*axes, *kept}:
         raise ShardingError(
             NOT_SPLIT.format(axes=listed(axes), path=path, spec=spec, example=named[0] if len(named) == 1 else named),
@@ -157,10 +152,6 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
             spec=spec,
         )
     return _Split(named, dim or 0, before, view)
-
-
-def _rest(topology: Topology, view: str) -> tuple[str, ...]:
-    return tuple(name for name in topology.spec.views[view].axes if name.endswith(REST))
 
 
 def _wrap(unit: nn.Module, splits: Mapping[nn.Parameter, _Split], state: "TorchState") -> None:
@@ -212,12 +203,11 @@ def _replicas(view: str | None, state: "TorchState") -> Axis | None:
         ShardingError: The view mixes them with what it shards over.
     """
     topology = state.topology
-    kept = expanded(topology, topology.spec.roles.get("replicate", ()))
+    named = replica_axes(topology, view)
+    kept = expanded(topology, named)
     if topology.size(kept) == 1:
         return None
-    called = f"{view}{REPLICAS}"
-    alike = [called] if called in topology.axis_names else []
-    for name in (*alike, *state.meshes.grid_of(view)):
+    for name in (*named, *state.meshes.grid_of(view)):
         if topology.layout(name) == topology.layout(kept):
             return name
     if not set(kept) <= set(state.meshes.grid_of(view)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualmesh.errors import ArgumentError
+from dualmesh.roles import expert_views, param_axes, replica_axes
 from dualmesh.topology import Axis, Topology
 
 BYTES_WITH_ADAM = 16
@@ -125,7 +126,7 @@ def _experts(topology: Topology, model: Model) -> Iterator[Traffic]:
     held = model.expert_parameters / _split(topology, experts=True) * model.element_bytes
     rest = _rest(topology)
     yield from _sharded(topology, rest, held, "experts", "experts' gradients")
-    copies = tuple(axis for axis in ("ep_replicate",) if axis in topology.layouts)
+    copies = replica_axes(topology, next(iter(expert_views(topology)), None))
     yield _reduced(topology, copies, held / _size(topology, rest), "add experts' gradients of the copies")
     layers = _layers_here(topology, model)
     tokens = _tokens(topology, model) * model.experts_per_token * model.shape[1] * model.element_bytes
@@ -167,7 +168,7 @@ def _role(topology: Topology, part: str) -> tuple[str, ...]:
 
 
 def _rest(topology: Topology) -> tuple[str, ...]:
-    return tuple(axis for axis in ("ep_fsdp", "efsdp", "edp") if axis in topology.layouts)[:1]
+    return next((param_axes(topology, view) for view in expert_views(topology)), ())
 
 
 def _size(topology: Topology, axes: tuple[str, ...]) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 from dualmesh.arguments import is_one_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.lanes import expanded
 from dualmesh.pending import Finished
 from dualmesh.registry import registry
+from dualmesh.roles import expanded
 from dualmesh.state import ParallelState
 from dualmesh.testing.faults import FAULTS, Called, Fault, Patch
 from dualmesh.testing.instruments import instruments_of

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from dualmesh import programs
 from dualmesh.errors import ArgumentError, ArrayTypeError, OutsideShardMapError
-from dualmesh.lanes import expanded
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, global_shape, slices_of
+from dualmesh.roles import expanded
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.testing.instruments import instruments_of
