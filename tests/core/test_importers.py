@@ -4,6 +4,7 @@ import pytest
 
 from dualmesh import importers, presets
 from dualmesh.errors import SpecError
+from dualmesh.roles import token_axes
 
 
 def test_torchtitan_section_or_config():
@@ -152,3 +153,23 @@ def test_what_cannot_be_read_is_refused_by_name(read, settings, message):
 def test_sizes_in_two_places_must_agree():
     with pytest.raises(SpecError, match=r"autoep_size=4, but ep=2"):
         importers.deepspeed({"expert_parallel": {"enabled": True, "autoep_size": 4}}, ep=2)
+
+
+def test_maxtext_sums_gradients_over_each_axis_that_splits_tokens():
+    """MaxText's default rules lay batches and sequences over these axes; the loss and the gradients span all."""
+    names = ("data", "stage", "fsdp", "fsdp_transpose", "sequence", "context", "context_usp_ulysses")
+    for name in (*names, "tensor_sequence", "expert"):
+        key = "pipeline" if name == "stage" else name
+        settings = {"ici_fsdp_parallelism": 1, f"ici_{key}_parallelism": 2, "ici_tensor_parallelism": 2}
+        topology = importers.maxtext(settings).resolve(4)
+        assert token_axes(topology) == (name,)
+        assert name in topology.role("loss")
+        assert topology.size((*topology.role("replicate"), *topology.role("params"))) == 2
+
+
+@pytest.mark.parametrize("key", ["ici_context_usp_ulysses_parallelism", "dcn_expert_parallelism"])
+@pytest.mark.parametrize("size", [2, -1])
+def test_maxtext_refuses_a_size_of_an_axis_outside_its_mesh(key, size):
+    """A size that MaxText would drop is refused, also one to infer."""
+    with pytest.raises(SpecError, match=f"{key}={size}, but .* is not among mesh_axes: data, fsdp"):
+        importers.maxtext({"mesh_axes": ["data", "fsdp"], key: size})

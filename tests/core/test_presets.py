@@ -94,3 +94,11 @@ def test_every_preset_has_the_roles_that_states_use(spec):
 def test_settings_that_cannot_be_are_refused(call, message):
     with pytest.raises(SpecError, match=f"(?s){message}"):
         call()
+
+
+def test_accelerate_shards_over_both_ways_to_split_a_sequence():
+    """As in Accelerate, dp_shard_cp and dp_cp span sp too, so that gradients are summed over it."""
+    topology = presets.accelerate(dp_shard=2, sp=2).resolve(4)
+    assert topology.role("params") == ("dp_shard", "cp", "sp")
+    assert topology.partition("dp_shard_cp").tolist() == [[0, 1, 2, 3]]
+    assert topology.partition("dp_cp").tolist() == [[0, 1, 2, 3]]

@@ -277,7 +277,7 @@ def test_units_on_axes_of_any_name_are_told_theirs_or_refused_by_name():
     }
     for said in torch_world(refused_units, cases, world_size=4, timeout_s=SLOW_S):
         unsaid, unknown, elsewhere, spanned = said
-        assert "no axis of view 'v' is called NAME_fsdp" in unsaid
+        assert "view 'v' does not say which of its axes shards parameters" in unsaid
         assert "units={'1': 'axis'}" in unsaid
         assert "no axis 'fw'" in unknown
         assert "FSDP2 splits every parameter of a unit over all, but '1.weight' has P('mine', 'few')" in elsewhere
