@@ -70,7 +70,7 @@ def init_parallel_state(
             federations.
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.
         ranks: The session ranks of the state in grid order, when it is not over all of them.
-        own_groups: Give the state communicators of its own.
+        own_groups: Give the state communicators of its own: each name that asks for them is a state of its own.
         group_options: Options of all its process groups: "timeout_s" and "is_high_priority".
 
     Raises:

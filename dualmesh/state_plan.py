@@ -40,3 +40,9 @@ class StatePlan:
     """The extra parallels as they were declared, those of size 1 too; None: as the topology's views say."""
     name: str = field(default="", compare=False)
     """The name that it was first asked for under; equal states under several names are one state."""
+    owner: str = field(init=False, default="")
+    """The name, where the state has groups of its own: each name that asks for them is another state."""
+
+    def __post_init__(self) -> None:
+        if self.own_groups:
+            object.__setattr__(self, "owner", self.name)

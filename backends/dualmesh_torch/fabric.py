@@ -93,9 +93,10 @@ class TorchFabric(Fabric):
             raise RankError(f"make_group: rank {pool.rank} is not among {listed(ranks)}. Only members call it.")
         devices = [device for device, known in pool.device_backends.items() if known == backend]
         device_type = devices[0] if devices else "cpu" if backend == "gloo" else self.device_types()[-1]
-        # Each member counts its groups of a list, so all give one group the same number; owners of states are above 0.
+        # Each member counts its groups of a list, so all give one group the same number.
         self._made[tuple(ranks), backend] += 1
-        key = Key(RankList(ranks), "data", backend, device_type, (), -self._made[tuple(ranks), backend])
+        owner = f"initializers/{self._made[tuple(ranks), backend]}"
+        key = Key(RankList(ranks), "data", backend, device_type, (), owner)
         user = object()
         group = pool.acquire([key], user)[key]
         self._held[id(group)] = _Held(group, user, [key])

@@ -31,8 +31,8 @@ class Key(NamedTuple):
     backend: str
     device_type: str
     options: GroupOptions = ()
-    owner: int = 0
-    """0: shared. Else the number of the state that has groups of its own."""
+    owner: str = ""
+    """Empty: shared. Else whose own group it is, in words that all members know."""
 
 
 class GroupPool:
@@ -54,7 +54,6 @@ class GroupPool:
         self._groups: dict[Key, Group] = {}
         self._users: dict[Key, dict[int, object]] = {}
         self._generations: dict[Key, int] = {}
-        self._owners = 0
         self._lock = threading.RLock()
         self._stores = threading.local()
 
@@ -95,12 +94,7 @@ class GroupPool:
             found = self._stores.own = shared.clone() if hasattr(shared, "clone") else shared
         return found
 
-    def new_owner(self) -> int:
-        """Return a number for a state that wants groups of its own; the same on all ranks of the state. *Local.*"""
-        self._owners += 1
-        return self._owners
-
-    def key(self, membership: Membership, device_type: str, options: GroupOptions = (), owner: int = 0) -> Key:
+    def key(self, membership: Membership, device_type: str, options: GroupOptions = (), owner: str = "") -> Key:
         """Return the key of a group. *Pure.*"""
         backend = self.device_backends.get(device_type) or dist.get_default_backend_for_device(device_type)
         return Key(*membership, backend, device_type, options, owner)
@@ -181,7 +175,7 @@ class GroupPool:
     def _created(self, key: Key, where: str) -> Group:
         generation = self._generations[key] = self.generation(key)
         options = hashlib.sha256(repr((key.backend, key.device_type, key.options)).encode()).hexdigest()[:8]
-        own = f"-own{key.owner}" if key.owner else ""
+        own = f"-own-{hashlib.sha256(key.owner.encode()).hexdigest()[:8]}" if key.owner else ""
         name = f"dualmesh/{self.session}/{key.ranks.digest}/{key.lane}{own}/{options}/{generation}"
         settings = dict(key.options)
         timeout = self._timeout(key, settings)

@@ -48,7 +48,7 @@ class TorchState(ParallelState):
         self._pool = pool
         pool.handles[id(self._groups)] = self._groups
         self._default: Group | None = pool.default
-        self._owner = pool.new_owner() if plan.own_groups else 0
+        self._owner = f"state/{plan.owner}" if plan.own_groups else ""
         self._held: dict[Key, Group] = {}
         self._timeout_s: float | None = None
         self._is_forked = False
@@ -56,7 +56,7 @@ class TorchState(ParallelState):
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
         self._indices = AxisTable(self._index_for)
-        self.meshes = Meshes(self, _suffix(plan, self._owner))
+        self.meshes = Meshes(self, _suffix(plan))
         self.collectives = TorchCollectives(self)
         self.arrays = arrays = TorchArrays(self)
         self.models = TorchModels(self)
@@ -264,7 +264,7 @@ class TorchState(ParallelState):
         self.collectives.clear()
 
 
-def _suffix(plan: StatePlan, owner: int) -> str:
+def _suffix(plan: StatePlan) -> str:
     """Return what tells the meshes of a state apart from equal ones on other groups."""
     options = "".join(f"{name}={value}" for name, value in plan.group_options)
-    return f"@{owner}{options}" if owner or options else ""
+    return f"@{plan.owner}{options}" if plan.own_groups or options else ""

@@ -37,6 +37,49 @@ def test_other_settings_on_one_topology_are_another_state(world, setting):
     assert other.topology == base.topology
 
 
+def test_each_name_that_asks_for_groups_of_its_own_is_a_state_of_its_own(world):
+    one, other = (dm.init_parallel_state(dp_size=8, name=name, own_groups=True) for name in ("one", "other"))
+    both = dm.init_parallel_states({name: dm.parallel_spec(tp_size=8) for name in "ab"}, own_groups=True)
+    assert one is not other
+    assert both["a"] is not both["b"]
+    assert [state.names for state in (one, other, *both.values())] == [["one"], ["other"], ["a"], ["b"]]
+    with pytest.warns(StateWarning, match="'one' is already registered; it is returned as it is"):
+        assert dm.init_parallel_state(dp_size=8, name="one", own_groups=True) is one
+
+
+VIEW = {"v": dm.View("dp", {"x": 2, "y": 2})}
+UNLIKE = [
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2})},
+    {"spec": dm.TopologySpec({"tp": 2, "dp": 4})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}), "ranks": (1, 0, 2, 3, 4, 5, 6, 7)},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}), "group_options": {"timeout_s": 5}},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}), "group_options": {"timeout_s": 5.5}},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}), "group_options": {"is_high_priority": True}},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, roles={"data": "dp"})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, roles={"data": ("dp", "tp")})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, roles={"data": ("tp", "dp")})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, {"a": ("dp", "tp"), "b": "tp"})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, {"b": "tp", "a": ("dp", "tp")})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, {"b": "tp", "a": ("tp", "dp")})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, views=VIEW)},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, views={"w": VIEW["v"]})},
+    {"spec": dm.TopologySpec({"dp": 4, "tp": 2}, views={"v": dm.View("dp", {"y": 2, "x": 2})})},
+    {"spec": dm.GroupSpec({"g": [[0, 1], [2]]})},
+    {"spec": dm.GroupSpec({"g": [[1, 0], [2]]})},
+    {"spec": dm.GroupSpec({"g": [[2], [0, 1]]})},
+    {"spec": dm.FederatedSpec((4, 4))},
+    {"spec": dm.FederatedSpec((4, 4), 2)},
+    {"spec": dm.FederatedSpec((4, 4), 4)},
+]
+
+
+def test_states_that_differ_in_anything_that_can_be_seen_are_not_one_state(world):
+    states = [dm.init_parallel_state(**asked, name=f"s{place}") for place, asked in enumerate(UNLIKE)]
+    assert len(set(map(id, states))) == len(UNLIKE)
+    for place, asked in enumerate(UNLIKE):
+        assert dm.init_parallel_state(**asked, name=f"again{place}") is states[place]
+
+
 def test_looking_up_by_name_leaves_the_ambient_state(world):
     base = dm.init_parallel_state(dp_size=8)
     other = dm.init_parallel_state(tp_size=8, name="other")

@@ -173,6 +173,50 @@ def test_groups_are_shared_by_list_and_lane_and_let_go_of():
         assert all(found.values()), found
 
 
+def two_own_states_in_two_threads():
+    import threading
+    import time
+
+    import torch
+
+    specs = {name: dm.TopologySpec({"x": 4}) for name in ("one", "other")}
+    states = dm.init_parallel_states(specs, own_groups=True)
+    rank = states["one"].own_rank()
+    sums = {}
+
+    def work(name, unit):
+        if (name == "one") != (rank % 2 == 0):  # ranks differ in which of the two goes first
+            time.sleep(0.3)
+        x = torch.tensor([unit * (rank + 1.0), unit * (rank + 2.0)])
+        sums[name] = [dm.ops.all_reduce(x, "x", state=states[name]).tolist() for _ in range(3)]
+
+    threads = [threading.Thread(target=work, args=each, daemon=True) for each in (("one", 1.0), ("other", 100.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return sums
+
+
+def test_own_groups_under_two_names_do_not_mix():
+    for found in torch_world(two_own_states_in_two_threads, world_size=4):
+        assert found == {"one": [[10.0, 14.0]] * 3, "other": [[1000.0, 1400.0]] * 3}
+
+
+def own_groups_over_ranks_that_built_unlike_many():
+    import torch
+
+    rank = torch.distributed.get_rank()
+    if rank < 2:
+        dm.init_parallel_state(spec=dm.TopologySpec({"x": 2}), ranks=(0, 1), name="pair", own_groups=True)
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"x": 4}), name="all", own_groups=True)
+    return dm.ops.all_reduce(torch.tensor(float(rank + 1)), "x", state=state).item()
+
+
+def test_own_groups_of_ranks_that_built_other_states_before_meet():
+    assert torch_world(own_groups_over_ranks_that_built_unlike_many, world_size=4) == [10.0] * 4
+
+
 def after_clear():
     import torch
 
