@@ -8,6 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def refusing() -> None:
+    """Do nothing: a backend whose framework traces Python learns here that what it traces is refused. *Pure.*"""
+
+
 class DualmeshError(Exception):
     """Base of all dualmesh errors; the offending values are attributes of the instance.
 
@@ -16,6 +20,7 @@ class DualmeshError(Exception):
     """
 
     def __init__(self, message: str, **values: Any) -> None:
+        refusing()
         super().__init__(message)
         self.__dict__.update(values)
 
@@ -167,6 +172,7 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
     >>> did_you_mean("spp", ["dp", "sp"])
     " Did you mean 'sp'?"
     """
+    refusing()
     close = difflib.get_close_matches(str(name), map(str, options), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -65,12 +65,13 @@ def gradient(forward: Call) -> Call:
     return transpose(forward)
 
 
+WITHOUT_GRADIENT = ("max", "min")
 _PAIR = {"enter": "leave", "leave": "enter"}
 
 
 def _all_reduce(forward: Call) -> Call:
     op = forward["op"]
-    if op in ("max", "min"):
+    if op in WITHOUT_GRADIENT:
         raise NotDifferentiableError(
             f"ops.all_reduce(op={op!r}) over {forward.axis!r} has no gradient. Differentiate a sum or mean, or cut the "
             f"graph before it (detach, stop_gradient).",

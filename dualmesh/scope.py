@@ -147,7 +147,12 @@ def get_parallel_state() -> ParallelState:
         return scope.state
     if registry.has_several and _default is not None:
         check_unscoped(_default_name)
-    return _default if _default is not None else solo_state()
+    return _default if _default is not None else before_init()
+
+
+def before_init() -> ParallelState:
+    """Return the state that holds before any init: of a single process, with one warning. *Local.*"""
+    return solo_state()
 
 
 def scope_name() -> str | None:

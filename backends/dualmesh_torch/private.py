@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch._dynamo import exc as dynamo_exc
 from torch._dynamo import utils as dynamo
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
@@ -244,6 +245,49 @@ def is_recompile_limit(error: BaseException) -> bool:
 def recompile_limit() -> int | None:
     """Return how often torch compiles one function. Reason: the setting is documented in a private module."""
     return getattr(torch._dynamo.config, "recompile_limit", None)  # noqa: SLF001
+
+
+class Refusal(dynamo_exc.Unsupported):
+    """What stops torch.compile: a graph break, and with `fullgraph=True` the error of dualmesh's.
+
+    Reason: torch gives errors raised while it traces another class, and has no public way around it
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/eval_frame.py, `compile_wrapper`: it raises what
+    `with_traceback` of what stopped it returns). Seen in 2.13. Without it the error is torch's, with this message.
+    """
+
+    def __init__(self, error: Exception, is_final: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_final = is_final
+
+    def with_traceback(self, traceback: Any) -> Any:
+        """Return what to raise: what the function raises that was to be compiled, run as it is."""
+        call = inspect.currentframe()
+        call = None if call is None else call.f_back
+        if call is None or call.f_code.co_name != "compile_wrapper":
+            return super().with_traceback(traceback)
+        found = call.f_locals
+        if not self.is_final and {"fn", "args", "kwargs"} <= found.keys():
+            try:
+                as_it_is: Any = torch.compiler.disable(found["fn"])  # type: ignore[no-untyped-call]
+                as_it_is(*found["args"], **found["kwargs"])
+            except Exception as error:
+                return error
+        return self.error
+
+
+def is_tracing() -> bool:
+    """Tell whether torch.compile traces in this thread, asked by what it calls meanwhile.
+
+    Reason: no public question says it there. Without it: True.
+    """
+    context = getattr(getattr(torch, "_guards", None), "TracingContext", None)
+    return context is None or context.try_get() is not None
+
+
+def refusal(error: Exception, is_final: bool = False) -> Exception:
+    """Return what stops torch.compile: for the error that the function raises, else (or if final) for this one."""
+    return Refusal(error, is_final)
 
 
 def version_of(x: torch.Tensor) -> int:

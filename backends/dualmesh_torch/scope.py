@@ -13,6 +13,7 @@ from torch.utils import checkpoint as checkpointing
 
 from dualmesh import scope as core
 from dualmesh.scope import Scope
+from dualmesh.state import ParallelState
 from dualmesh.unscoped import check_unscoped
 from dualmesh_torch import private
 
@@ -36,6 +37,20 @@ def _write(scope: Scope | None) -> None:
 
 def _set_thread(scope: Scope | None) -> None:
     core.this_thread.scope = scope
+
+
+_before_init: list[ParallelState] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _ask_before_init() -> None:
+    _before_init[:] = [core.before_init()]
+
+
+@torch.compiler.substitute_in_graph(core.before_init)
+def _read_before_init() -> ParallelState:
+    _ask_before_init()  # outside the graph: it warns, and makes the state
+    return _before_init[0]
 
 
 @torch.compiler.substitute_in_graph(core.hold)

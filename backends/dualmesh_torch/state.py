@@ -34,7 +34,7 @@ from dualmesh_torch.models import TorchModels
 from dualmesh_torch.named_mesh import NamedMesh
 from dualmesh_torch.party import Everyone, Party
 from dualmesh_torch.programs import TorchPrograms
-from dualmesh_torch.refusals import numbered, refuse_unmade, refuse_unready
+from dualmesh_torch.refusals import refuse, refuse_unmade, tell_when_forked
 
 
 class TorchState(ParallelState):
@@ -52,7 +52,7 @@ class TorchState(ParallelState):
         self._held: dict[Key, Group] = {}
         self._timeout_s: float | None = None
         self._is_forked = False
-        self._number = numbered(self)
+        tell_when_forked(self)
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
         self._indices = AxisTable(self._index_for)
@@ -230,11 +230,9 @@ class TorchState(ParallelState):
 
     def require_ready(self, where: str) -> None:
         if self._released or not self._member or dist.group.WORLD is not self._default:
-            refuse_unready(self._number, where)
-
-    def check_ready(self, where: str) -> None:
-        """Refuse as the core does. *Local.*"""
-        super().require_ready(where)
+            if torch.compiler.is_compiling():
+                refuse()
+            super().require_ready(where)
 
     def forked(self) -> None:
         """Answer sizes and ranks only: this process is a copy of the one whose groups these are. *Local.*"""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmesh.op_table import Call, call, gradient
+from dualmesh.op_table import WITHOUT_GRADIENT, Call, call, gradient
 from dualmesh.topology import Axis
 from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
@@ -18,6 +18,7 @@ from dualmesh_torch.eager import Pairs
 from dualmesh_torch.party import Party
 from dualmesh_torch.private import FUNCTIONAL
 from dualmesh_torch.ragged import Counts
+from dualmesh_torch.refusals import refuse_gradient
 
 Tensor = torch.Tensor
 
@@ -142,6 +143,8 @@ VERBS: dict[str, Callable[..., Tensor]] = {
 def applied(verb: str, x: Tensor, axis: Axis, party: Party, settings: dict[str, Any]) -> Tensor:
     """Return what a collective makes of a block, with its gradient. *Collective over the party.*"""
     if x.requires_grad and torch.is_grad_enabled():
+        if settings.get("op") in WITHOUT_GRADIENT:
+            refuse_gradient(axis, settings["op"])
         found: Tensor = _apply(x, call(verb, axis, party.size, **settings), party)
         return found
     return VERBS[verb](resolved(x), party, **settings)
