@@ -125,3 +125,33 @@ def test_compiled_code_refuses_a_max_that_needs_a_gradient_and_to_catch_errors()
         assert value == [1.0]
         assert gradient.startswith("NotDifferentiableError: ops.all_reduce(op='max') over 'a' has no gradient.")
         assert catching.startswith("OutsideCompileError: torch.compile: the compiled code catches an error")
+
+
+def renamed():
+    """Return what compiled code that opens a name gives: registered, cleared, registered with other sizes."""
+    import torch
+
+    torch._dynamo.reset()
+
+    def opening(x):
+        with dm.use_parallel_state("B") as state:
+            return dm.ops.all_reduce(x, "a") * 10 + state.size("a")
+
+    fns = [opening, dm.scoped(lambda x: x * 0 + dm.ops.axis_size("a"), "B")]
+    fns = [torch.compile(fn, backend="eager", fullgraph=True) for fn in fns]
+    found = []
+    for sizes in ({"a": 2}, None, {"a": 1, "c": 2}):
+        if sizes is not None:
+            dm.init_parallel_states({"A": A, "B": dm.TopologySpec(sizes)}, default="A")
+        for fn in fns:
+            try:
+                found.append(fn(torch.ones(1)).item())
+            except dm.errors.UnknownStateError as error:
+                found.append(error.name)
+        if sizes is not None:
+            dm.clear_parallel_state("B")
+    return found
+
+
+def test_compiled_code_follows_the_name_that_it_opens():
+    assert torch_world(renamed, world_size=2) == [[22.0, 2.0, "B", "B", 11.0, 1.0]] * 2
