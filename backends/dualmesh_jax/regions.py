@@ -9,6 +9,7 @@ knows of the ambient state otherwise is in `keys` and `scope`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,15 +18,21 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from dualmesh import scope as core
 from dualmesh.errors import ScopeError
+from dualmesh.registry import registry
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
 from dualmesh_jax.keys import ScopeKey, key_of
-from dualmesh_jax.private import xla_metadata
+from dualmesh_jax.private import runs_callback, xla_metadata
 
 KEY = "dualmesh_state"
 GONE = (
     "get_parallel_state: this runs on behalf of code that was traced in the state {name!r}, a gradient rule say, and "
     "that state was cleared since. Trace it anew: call jax.vjp or jax.linearize again."
+)
+CALLBACK = (
+    "get_parallel_state: this is a JAX callback (pure_callback, io_callback, debug.callback), which runs in a thread "
+    "of XLA's that knows no scope: the default would be another state than that of the code which called it. Bind the "
+    "function where that code is traced, jax.pure_callback(dm.bind(fn), ...), or give state=."
 )
 # Marks are names, numbered where what had the name before meant something else: every process of a program gives the
 # same ones, and a state that is registered again as it was takes its mark again, so that nothing is compiled anew.
@@ -33,6 +40,16 @@ _marks: dict[ScopeKey | None, str] = {}
 _states: WeakValueDictionary[str, ParallelState] = WeakValueDictionary()
 _names: dict[str, str] = {}
 _given: dict[str, int] = {}
+
+
+class _Thread(threading.local):
+    """Whether Python did not start this thread."""
+
+    def __init__(self) -> None:
+        self.is_foreign = threading.current_thread().name.startswith("Dummy-")
+
+
+_this_thread = _Thread()
 
 
 def region_to_mark(state: ParallelState) -> AbstractContextManager[Any] | None:
@@ -67,10 +84,12 @@ def _here() -> Scope | None:
     """Return the scope of the region that this code was traced in, or is traced on behalf of.
 
     Raises:
-        ScopeError: Its state is gone.
+        ScopeError: Its state is gone; or this is a callback that nobody bound, in a thread of XLA's.
     """
     mark = xla_metadata(KEY)
     if mark is None:
+        if _this_thread.is_foreign and core.read() is None and registry.has_several and runs_callback():
+            raise ScopeError(CALLBACK)
         return None
     state = _states.get(mark)
     if state is None:

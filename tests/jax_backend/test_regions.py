@@ -230,3 +230,29 @@ def test_code_of_one_topology_is_compiled_without_marks():
     lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "tp"), dm.P("tp"), dm.P())
     with dm.use_parallel_state("base"):
         assert "dualmesh" not in jax.jit(lifted).lower(ROWS).as_text()
+
+
+@in_jax()
+def test_a_callback_runs_in_the_state_that_it_was_bound_in_or_is_refused():
+    """XLA's threads know no scope: a function bound where it is traced does, another one's question is an error."""
+    import jax
+
+    talker, names = two_on_one_mesh()["talker"], []
+
+    def host(x):
+        try:
+            names.append(dm.scope_name())
+        except ScopeError as error:
+            names.append(str(error).split("(")[0].strip())
+        return np.asarray(x)
+
+    def called(wrap):
+        def per_rank(x):
+            return jax.pure_callback(wrap(host), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        names.clear()
+        jax.block_until_ready(dm.shard_map(per_rank, dm.P("world"), dm.P("world"), state=talker)(np.ones(8)))
+        return set(names), len(names)
+
+    assert called(dm.bind) == ({"talker"}, 8)
+    assert called(lambda fn: fn) == ({"get_parallel_state: this is a JAX callback"}, 8)
