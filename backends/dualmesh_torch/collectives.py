@@ -35,6 +35,7 @@ class TorchCollectives(Collectives):
     def __init__(self, state: "TorchState") -> None:
         self._state = state
         self._parties: AxisTable = AxisTable(state.party)
+        self._is_simulated = not state.is_real
 
     def know(self, axis: Axis, party: Party) -> None:
         """Keep the group of an axis that exists from the start. *Local.*"""
@@ -45,6 +46,8 @@ class TorchCollectives(Collectives):
         self._parties.clear()
 
     def admit(self, where: str, x: Any, axis: Axis) -> Kind:
+        if self._is_simulated:
+            self._state.refuse_simulated(where)
         # The exact class first: every collective comes by here, and whether it is a subclass takes longer to say.
         if type(x) is Tensor or (isinstance(x, Tensor) and not isinstance(x, DTensor)):
             # torch.compile refuses the question for a layout in the rule of an autograd.Function.

@@ -276,6 +276,17 @@ class Refusal(dynamo_exc.Unsupported):
         return self.error
 
 
+def simulated_ranks() -> tuple[int, ...]:
+    """Return the ranks that torch's LocalTensorMode simulates in this thread now, none outside it.
+
+    Reason: there one piece of code runs as all ranks, so no rank is its own; the mode has no public name. Seen in 2.13.
+    Without it the state answers for the rank of the process.
+    """
+    module = sys.modules.get("torch.distributed._local_tensor")
+    mode = None if module is None else module.enabled_local_tensor_mode()
+    return () if mode is None else tuple(sorted(mode.ranks))
+
+
 def is_tracing() -> bool:
     """Tell whether torch.compile traces in this thread, asked by what it calls meanwhile.
 

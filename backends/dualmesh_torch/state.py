@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dualmesh import lanes
-from dualmesh.errors import ShardingError, listed
+from dualmesh.errors import RankError, ShardingError, listed
 from dualmesh.group_options import checked_timeout
 from dualmesh.layout import Layout
 from dualmesh.partition_spec import P
@@ -46,6 +46,7 @@ class TorchState(ParallelState):
     def __init__(self, plan: StatePlan, world: World, pool: GroupPool) -> None:
         super().__init__(plan, world)
         self._pool = pool
+        self.is_real = pool.is_real
         pool.handles[id(self._groups)] = self._groups
         self._default: Group | None = pool.default
         self._owner = f"state/{plan.owner}" if plan.own_groups else ""
@@ -55,7 +56,7 @@ class TorchState(ParallelState):
         tell_when_forked(self)
         self._member = self.has_rank(pool.rank)
         self._place = self.grid_rank(pool.rank) if self._member else -1
-        self._indices = AxisTable(self._index_for)
+        self._indices = AxisTable(self._index_for) if pool.is_real else _SimulatedTable(self._index_for)
         self.meshes = Meshes(self, _suffix(plan))
         self.collectives = TorchCollectives(self)
         self.arrays = arrays = TorchArrays(self)
@@ -101,6 +102,8 @@ class TorchState(ParallelState):
     def party(self, axis: Axis) -> Party:
         """Return this rank's place in the group that collectives over an axis use; made at first use. *Collective.*"""
         self.require_ready("ops")
+        if not self.is_real:
+            self.refuse_simulated("ops")
         need = self._need(axis, "data")
         return Party(self._group_of(need), len(need.ranks), self._indices[axis], self._pool, self, axis)
 
@@ -217,6 +220,28 @@ class TorchState(ParallelState):
 
     # -- this rank -------------------------------------------------------------------------------------------------
 
+    @property
+    def held_ranks(self) -> tuple[int, ...]:
+        """The session rank of this process."""
+        if not self.is_real:
+            self.refuse_simulated("this process' rank")
+        return super().held_ranks
+
+    def refuse_simulated(self, where: str) -> None:
+        """Refuse to say which rank this code is while torch runs it as several. *Local.*
+
+        Raises:
+            RankError: It runs in torch's LocalTensorMode.
+        """
+        ranks = private.simulated_ranks()
+        if ranks:
+            raise RankError(
+                f"{self.label}, {where}: torch's LocalTensorMode runs this code as the ranks {listed(ranks)} at once, "
+                f"and dualmesh would answer for rank {self._pool.rank} alone. Name a rank (rank=...), give the state's "
+                f"groups and meshes to torch's own collectives, or simulate ranks with backend='sim'.",
+                ranks=ranks,
+            )
+
     def sizes_here(self, axis: Axis) -> tuple[int, ...]:
         return self.topology.group_sizes(axis, (self._place,))
 
@@ -225,6 +250,8 @@ class TorchState(ParallelState):
 
     def _index_for(self, axis: Axis) -> int:
         self.size(axis)
+        if not self.is_real:
+            self.refuse_simulated(f"index along {axis!r}")
         found: int = self._own_index(axis)
         return found
 
@@ -260,6 +287,13 @@ class TorchState(ParallelState):
         self._held.clear()
         self.meshes.clear()
         self.collectives.clear()
+
+
+class _SimulatedTable(AxisTable):
+    """The indices of one rank of a fake world, asked for anew each time: torch may run the code as several ranks."""
+
+    def __getitem__(self, axis: Axis) -> Any:
+        return self._make(axis)
 
 
 def _suffix(plan: StatePlan) -> str:
