@@ -10,7 +10,7 @@ from typing import Any
 from dualmesh import ops
 from dualmesh.ambient import meant
 from dualmesh.arguments import flag_of
-from dualmesh.errors import ArgumentError, ArrayTypeError
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.solo import SoloState
 from dualmesh.state import ParallelState
@@ -24,35 +24,87 @@ def token_mean(
 
     objective = loss_sum / total; the sum over ranks of the objectives is the global mean, so gradients are summed
     and no factor appears. value = that mean on every rank, for the log, cut off from the gradient (not before any state
-    is registered, when nobody knows the framework). Ranks without tokens contribute 0; with no token anywhere both are
-    0. A loss of 16 bits is divided in float32.
+    is registered, when nobody knows the framework). A rank with a count of 0 contributes 0 whatever its loss_sum is,
+    NaN too; with no token anywhere both are 0. A loss of 16 bits is divided in float32.
 
     *Collective over the axis.*
 
     Args:
         loss_sum: This rank's summed loss, a floating-point scalar, shape ().
-        count: This rank's number of tokens, a number or a scalar array.
+        count: This rank's number of tokens, a number or a scalar array, not negative. What cannot be looked at (traced,
+            on an accelerator) and is negative makes both results NaN on every rank.
         axis: The axis over which tokens differ; None: the role "loss".
-        total: The number of tokens of all ranks (and of all micro-batches); None: the sum of `count` over the axis.
+        total: The number of tokens of all ranks (and of all micro-batches), at least this rank's `count` and more than
+            0; None: the sum of `count` over the axis.
+
+    Raises:
+        ArgumentError: A count or total that is no such number.
+        ArrayTypeError: `loss_sum` is no floating-point array; counts are booleans.
+        ShapeError: One of them is no scalar.
     """
     owner = meant("token_mean", state)
     over = owner.topology.role("loss") if axis is None else axis
     if not hasattr(loss_sum, "dtype"):
         raise ArrayTypeError(f"token_mean: loss_sum is {loss_sum!r}. Give a floating-point scalar array.", x=loss_sum)
-    for name, number in (("count", count), ("total", total)):
-        is_plain = isinstance(number, int | float) and math.isfinite(number)
-        if not (is_plain or hasattr(number, "dtype") or (number is None and name == "total")):
-            raise ArgumentError(f"token_mean: {name} is {number!r}. Give a number or a scalar array.", **{name: number})
     xp = array_api_compat.array_namespace(loss_sum)
+    if not xp.isdtype(loss_sum.dtype, "real floating"):
+        raise ArrayTypeError(
+            f"token_mean: loss_sum has dtype {loss_sum.dtype}. Give floating-point numbers.", x=loss_sum
+        )
+    _check_scalar("loss_sum", loss_sum)
+    own, whole = _number_of(owner, "count", count), _number_of(owner, "total", total)
+    if whole is not None and (whole < (own or 0) or (whole == 0 and not hasattr(total, "dtype"))):
+        raise ArgumentError(
+            f"token_mean: total={total!r} for count={count!r}. The total counts the tokens of all ranks and "
+            f"micro-batches: at least this rank's, and more than 0. Leave it out to have the counts added up.",
+            total=total,
+            count=count,
+        )
     if loss_sum.dtype.itemsize < 4:
         loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
     cut = _unchanged if isinstance(owner, SoloState) else owner.collectives.stop_gradient
-    if total is None:
-        own = xp.zeros_like(loss_sum) + count
-        total = ops.all_reduce(cut(own), over, state=owner)
-    whole = xp.zeros_like(loss_sum) + total
-    objective = loss_sum / xp.where(whole > 0, whole, xp.ones_like(whole))
+    zero = xp.zeros_like(loss_sum)
+    held = cut(zero + count)
+    # A negative count that nobody could look at: not a number, on every rank, rather than a wrong mean.
+    held = xp.where(held < 0, zero + math.nan, held) if own is None else held
+    tokens = ops.all_reduce(held, over, state=owner) if total is None else cut(zero + total)
+    tokens = xp.where(tokens < held, zero + math.nan, tokens) if own is None or whole is None else tokens
+    counted = loss_sum if own else xp.where(held == 0, zero, loss_sum)
+    objective = counted / xp.where(tokens == 0, zero + 1, tokens)
     return objective, ops.all_reduce(cut(objective), over, state=owner)
+
+
+def _number_of(owner: ParallelState, name: str, number: Any) -> float | None:
+    """Return a count where it is known, None where it is not, or refuse it."""
+    if number is None and name == "total":
+        return None
+    if hasattr(number, "dtype"):
+        xp = array_api_compat.array_namespace(number)
+        if xp.isdtype(number.dtype, "bool") or not xp.isdtype(number.dtype, ("integral", "real floating")):
+            raise ArrayTypeError(
+                f"token_mean: {name} has dtype {number.dtype}. Give a number of tokens.", **{name: number}
+            )
+        _check_scalar(name, number)
+        if array_api_compat.is_numpy_array(number):
+            known: float | None = float(number)
+        else:
+            known = None if isinstance(owner, SoloState) else owner.collectives.known_number(number)
+    elif isinstance(number, int | float) and not isinstance(number, bool):
+        known = float(number)
+    else:
+        raise ArgumentError(f"token_mean: {name} is {number!r}. Give a number or a scalar array.", **{name: number})
+    if known is not None and not (math.isfinite(known) and known >= 0):
+        raise ArgumentError(f"token_mean: {name}={known}. Give a number of tokens, at least 0.", **{name: number})
+    return known
+
+
+def _check_scalar(name: str, x: Any) -> None:
+    shape = tuple(x.shape)
+    if shape:
+        raise ShapeError(
+            f"token_mean: {name} has shape {shape}. Give a scalar, shape (): the sum over this rank's tokens.",
+            shape=shape,
+        )
 
 
 def _unchanged(x: Any) -> Any:

@@ -100,6 +100,10 @@ class Collectives(ABC):
     def stop_gradient(self, x: Any) -> Any:
         """Return `x` cut off from the gradient."""
 
+    def known_number(self, x: Any) -> float | None:
+        """Return the value of a scalar array where looking at it waits for nothing, else None: traced, on a device."""
+        return None
+
     def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Pending:
         """Start all_reduce, all_gather, reduce_scatter or all_to_all, with the settings of that method.
 

@@ -145,6 +145,9 @@ class JaxCollectives(Collectives):
     def stop_gradient(self, x: Any) -> Any:
         return lax.stop_gradient(x)
 
+    def known_number(self, x: Any) -> float | None:
+        return None if isinstance(x, jax.core.Tracer) else float(x)
+
     def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
         """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""
         total = self._line(axis).sum(x)

@@ -109,6 +109,9 @@ class SimCollectives(Collectives):
     def stop_gradient(self, x: Any) -> Any:
         return x
 
+    def known_number(self, x: Any) -> float | None:
+        return float(x)
+
     def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
         """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""
         total = reduced(self._swap("reduce", x, axis, src=src), "sum")

@@ -113,6 +113,11 @@ class TorchCollectives(Collectives):
     def stop_gradient(self, x: Any) -> Any:
         return x.detach()
 
+    def known_number(self, x: Any) -> float | None:
+        if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.device.type != "cpu":
+            return None
+        return float(x.detach())
+
     def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Pending:
         party: Party = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():

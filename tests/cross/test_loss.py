@@ -1,5 +1,7 @@
 """Token means and global norms: torch, JAX and sim against numpy; ranks without tokens, uneven micro-batches."""
 
+import math
+
 import numpy as np
 import pytest
 from array_api_compat import array_namespace
@@ -53,6 +55,60 @@ def test_objectives_add_up_to_the_mean_over_all_tokens():
         pullback=lambda ws: [sum(w * 2 * mean / 1.5 for (w, _), mean in zip(ws, wanted, strict=True))],
         rtol=1e-13,
     )
+
+
+def refused_means():
+    """Return what is said of counts, totals and losses that cannot be, in a lifted function: on JAX a traced one."""
+    dm.init_parallel_state(dp_size=2)
+    said = {}
+
+    def ask(name, make):
+        def fn(x):
+            xp = array_namespace(x)
+            objective, value = make(xp, xp.sum(x))
+            return xp.reshape(xp.stack([objective, value]), (1, 2))
+
+        try:
+            lifted = dm.shard_map(fn, dm.P("dp"), dm.P("dp"))
+            said[name] = dm.to_numpy(lifted(dm.distribute(np.array([1.0, 2.0]), dm.P("dp")))).tolist()
+        except dm.DualmeshError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    ask("negative", lambda xp, loss: dm.token_mean(loss, -3))
+    ask("boolean", lambda xp, loss: dm.token_mean(loss, True))
+    ask("boolean array", lambda xp, loss: dm.token_mean(loss, loss > 0))
+    ask("vector", lambda xp, loss: dm.token_mean(loss, xp.stack([loss, loss])))
+    ask("vector loss", lambda xp, loss: dm.token_mean(xp.reshape(loss, (1,)), 3))
+    ask("integer loss", lambda xp, loss: dm.token_mean(xp.astype(loss, xp.int32), 3))
+    ask("total 0", lambda xp, loss: dm.token_mean(loss, 3, total=0))
+    ask("total less", lambda xp, loss: dm.token_mean(loss, 3, total=2))
+    ask("nan", lambda xp, loss: dm.token_mean(loss, float("nan")))
+    ask("nothing", lambda xp, loss: dm.token_mean(loss * math.nan, 0))
+    ask("traced negative", lambda xp, loss: dm.token_mean(loss, xp.astype(loss, xp.int32) * 0 - 1))
+    ask("traced total", lambda xp, loss: dm.token_mean(loss, 3, total=xp.astype(loss, xp.int32) * 0 + 2))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_counts_totals_and_losses_that_cannot_be_are_refused(backend):
+    """By name, on every rank; what cannot be looked at gives no number rather than a wrong mean."""
+    for said in wide_worlds()[backend](refused_means, world_size=2):
+        assert "count=-3" in said["negative"]
+        for name, part in {
+            "boolean": "count is True",
+            "boolean array": "dtype",
+            "vector": "count has shape (2,)",
+            "vector loss": "loss_sum has shape (1,)",
+            "integer loss": "loss_sum has dtype",
+            "total 0": "total=0 for count=3",
+            "total less": "total=2 for count=3",
+            "nan": "count=nan",
+        }.items():
+            assert part in said[name], name
+        assert said["nothing"] == [[0.0, 0.0]] * 2
+        for name in ("traced negative", "traced total"):
+            assert "token_mean" in said[name] if isinstance(said[name], str) else np.isnan(said[name]).all()
+            assert isinstance(said[name], str) == (backend != "jax")
 
 
 ORDERS = (2, 1, 3, float("inf"))
