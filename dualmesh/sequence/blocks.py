@@ -7,7 +7,7 @@ from typing import Any
 
 from dualmesh import ops
 from dualmesh.ambient import meant
-from dualmesh.errors import ArgumentError, ShapeError
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
 from dualmesh.resolution import positive, whole
@@ -15,12 +15,21 @@ from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
 
 
-def slice_sequence(x: Any, dim: int, axis: Axis = "sp", *, state: ParallelState | None = None) -> Any:
-    """Return my block of a sequence that every index holds whole; padded with zeros to a multiple of size. *Local.*
+def slice_sequence(
+    x: Any, dim: int, axis: Axis = "sp", *, value: float | None = None, state: ParallelState | None = None
+) -> Any:
+    """Return my block of a sequence that every index holds whole; padded to a multiple of size. *Local.*
 
     Gradient: zeros outside the block, so that the sum over ranks is the gradient of the whole sequence.
+
+    Args:
+        value: What the end is padded with, as in `pad_sequence`: labels want the class that the loss ignores, -100.
+
+    Raises:
+        ArrayTypeError: Integers or booleans would be padded, and no `value` says with what.
     """
-    return ops.take_block(pad_sequence(x, dim, axis, state=state), axis, dim, state=state)
+    padded = _pad("sequence.slice_sequence", x, dim, axis, value, state)
+    return ops.take_block(padded, axis, dim, state=state)
 
 
 def gather_sequence(
@@ -34,16 +43,52 @@ def gather_sequence(
     return x if unpadded_length is None else unpad_sequence(x, dim, unpadded_length)
 
 
-def pad_sequence(x: Any, dim: int, axis: Axis = "sp", *, value: float = 0.0, state: ParallelState | None = None) -> Any:
-    """Append `value` along `dim` up to the next multiple of the size of the axis. *Local.*"""
-    dim = checked_dim("sequence.pad_sequence", x, dim)
+def pad_sequence(
+    x: Any, dim: int, axis: Axis = "sp", *, value: float | None = None, state: ParallelState | None = None
+) -> Any:
+    """Append `value` along `dim` up to the next multiple of the size of the axis. *Local.*
+
+    Args:
+        value: Floating-point arrays are padded with zeros where it is None. Integers and booleans mean something:
+            tokens, labels, positions, masks; 0 is a class and a token, so there it must be said.
+
+    Raises:
+        ArrayTypeError: Integers or booleans would be padded, and no `value` says with what.
+    """
+    return _pad("sequence.pad_sequence", x, dim, axis, value, state)
+
+
+def _pad(where: str, x: Any, dim: int, axis: Axis, value: float | None, state: ParallelState | None) -> Any:
+    dim = checked_dim(where, x, dim)
     missing = -x.shape[dim] % ops.axis_size(axis, state=state)
     if missing == 0:
         return x
     xp = array_api_compat.array_namespace(x)
+    if value is None and not xp.isdtype(x.dtype, ("real floating", "complex floating")):
+        raise ArrayTypeError(
+            f"{where}: dim {dim} of shape {tuple(x.shape)} needs {missing} more of dtype {x.dtype}, and 0 may mean "
+            f"something there: a class, a token, a position. Give value=..., for example -100 for labels and False for "
+            f"a mask.",
+            dim=dim,
+            shape=tuple(x.shape),
+        )
     shape = (*x.shape[:dim], missing, *x.shape[dim + 1 :])
-    padding = xp.full(shape, value, dtype=x.dtype, device=array_api_compat.device(x))
+    filling = _checked_filling(where, xp, x.dtype, 0 if value is None else value)
+    padding = xp.full(shape, filling, dtype=x.dtype, device=array_api_compat.device(x))
     return xp.concat([x, padding], axis=dim)
+
+
+def _checked_filling(where: str, xp: Any, dtype: Any, value: Any) -> Any:
+    """Return a value that an array of a dtype can hold as it is, or refuse it."""
+    fits = isinstance(value, int | float)
+    if xp.isdtype(dtype, "bool"):
+        fits = isinstance(value, bool)
+    elif xp.isdtype(dtype, "integral"):
+        limits, number = xp.iinfo(dtype), whole(value)
+        fits = number is not None and limits.min <= number <= limits.max
+    if not fits:
+        raise ArrayTypeError(f"{where}: value={value!r} is none of dtype {dtype}, which it would pad.", value=value)
+    return value
 
 
 def unpad_sequence(x: Any, dim: int, length: int) -> Any:

@@ -7,6 +7,7 @@ from array_api_compat import array_namespace
 import dualmesh as dm
 from dualmesh.testing import compare_places
 from tests.cross.dense import attention, random_attention
+from tests.worlds import wide_worlds
 
 SHIFTS = (0, 1, -1, 3, 4, -5, 11, 12, 29)
 LENGTH, WIDTH = 12, 5
@@ -53,6 +54,50 @@ def test_blocks_are_those_of_the_whole_sequence(world_size):
         expected=tuple(fn(x) for fn, x in zip(forward, arrays, strict=True)),
         pullback=lambda weights: [fn(w) for fn, w in zip(backward, weights, strict=True)],
     )
+
+
+def padded_integers():
+    """Return integers and masks that are padded with what is said, and what is said where nothing is."""
+    state = dm.init_parallel_state(ulysses_size=2)
+    seq, said = dm.sequence, []
+
+    def cut(labels, mask, x):
+        for call in (
+            lambda: seq.slice_sequence(labels, 0),
+            lambda: seq.pad_sequence(mask, 0),
+            lambda: seq.slice_sequence(labels, 0, value=0.5),
+            lambda: seq.pad_sequence(mask, 0, value=2),
+            lambda: seq.pad_sequence(labels, 0, value=2**40),
+        ):
+            try:
+                call()
+                said.append("accepted")
+            except dm.DualmeshError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return (
+            seq.slice_sequence(labels, 0, value=-100),
+            seq.slice_sequence(mask, 0, value=False),
+            seq.slice_sequence(labels[:4], 0),
+            seq.pad_sequence(x, 0)[-1:],
+        )
+
+    arrays = (np.arange(5, dtype=np.int32) + 1, np.ones(5, bool), np.ones(3))
+    lifted = dm.shard_map(cut, (dm.P(),) * 3, (dm.P("sp"),) * 3 + (dm.P(),), state=state)
+    return [dm.to_numpy(x).tolist() for x in lifted(*(dm.distribute(x, dm.P()) for x in arrays))], said[:5]
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_integers_are_padded_with_what_is_said_and_never_with_a_silent_zero(backend):
+    """0 is a class and a token; floating-point arrays end in zeros, and nothing is asked where nothing is padded."""
+    for parts, said in wide_worlds()[backend](padded_integers, world_size=2):
+        assert parts == [[1, 2, 3, 4, 5, -100], [True] * 5 + [False], [1, 2, 3, 4], [0.0]]
+        for text, part in zip(
+            said,
+            ("sequence.slice_sequence: dim 0", "sequence.pad_sequence: dim 0", "value=0.5", "value=2", "value=1099511"),
+            strict=True,
+        ):
+            assert text.startswith("ArrayTypeError")
+            assert part in text
 
 
 HEADS = {(5, 5): 4, (6, 3): 4, (12, 6): 4, (8, 2): 4, (4, 1): 4, (6, 2): 3}

@@ -69,7 +69,8 @@ def gather_seq_scatter_heads(
 def gather_heads_scatter_seq(x: torch.Tensor, head_dim: int, seq_dim: int, group: Group = None) -> torch.Tensor:
     """Trade split heads for a split sequence, padded to a multiple of the size. *Collective over the group.*"""
     options = {"seq_dim": seq_dim, "head_dim": head_dim, "axis": axis_of(group)}
-    scattered: torch.Tensor = sequence.gather_heads_scatter_seq(x, **options)
+    padded = padding_tensor_for_seqeunce_parallel(x, seq_dim, group)  # with zeros, integers too
+    scattered: torch.Tensor = sequence.gather_heads_scatter_seq(padded, **options)
     return scattered
 
 
