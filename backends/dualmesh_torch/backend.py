@@ -44,6 +44,7 @@ class TorchBackend(Backend):
         carry_to_workers()
         set_explainer(explain)
         follow_backward()
+        private.quiet_redistribution()
 
     def world(self) -> World | None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None

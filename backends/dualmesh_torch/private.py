@@ -5,6 +5,7 @@ Nothing else in the backend touches a name that starts with an underscore.
 
 import functools
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -274,6 +275,32 @@ class Refusal(dynamo_exc.Unsupported):
             except Exception as error:
                 return error
         return self.error
+
+
+class _NotOfOwnCalls(logging.Filter):
+    """Passes what is logged on behalf of anybody's call but dualmesh's."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Find the innermost caller that is not torch; what only wraps a backward() is passed over."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            name = frame.f_globals.get("__name__", "")
+            if not name.startswith(("torch", "logging")) and name not in (__name__, "dualmesh.scope"):
+                return not name.startswith("dualmesh")
+            frame = frame.f_back
+        return True
+
+
+def quiet_redistribution() -> None:
+    """Keep torch from advising how to redistribute where dualmesh does it, which the user cannot change.
+
+    Reason: DTensor advises to flatten meshes, once per mesh (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/
+    distributed/tensor/_redistribute.py, `_warn_flatten_optimization_not_possible`); the logger's name is private.
+    Without it that advice is seen.
+    """
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if not any(isinstance(one, _NotOfOwnCalls) for one in logger.filters):
+        logger.addFilter(_NotOfOwnCalls())
 
 
 def simulated_ranks() -> tuple[int, ...]:

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+import dualmesh as dm
 from dualmesh.layout import Digit
 from dualmesh.partition_spec import slices_of
 from dualmesh.placements import placements_of, spec_for
 from tests.core.all_specs import TOPOLOGIES, all_specs, grid, whole_specs
-from tests.worlds import torch_pool
+from tests.worlds import torch_pool, torch_world
 
 SHAPE = (24, 48)
 
@@ -100,3 +101,35 @@ def test_a_checkpoint_is_told_where_every_block_lies_in_every_layout():
             wanted = slices_of(topology, spec, SHAPE, rank)
             assert tuple(start) == tuple(one.start for one in wanted), (name, spec, rank)
             assert tuple(shape) == tuple(one.stop - one.start for one in wanted), (name, spec, rank)
+
+
+def redistributing():
+    """Return what torch logs while dualmesh lays arrays out anew, and while the caller does."""
+    import logging
+
+    import torch
+    from torch.distributed.tensor import Replicate
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addHandler(handler)
+    try:
+        dm.init_parallel_state(spec=dm.TopologySpec({"a": 2, "b": 2}))
+        x = dm.distribute(torch.arange(16.0).reshape(4, 4), dm.P(("b", "a")))
+        dm.constrain(x, dm.P())
+        values = dm.to_numpy(x).ravel().tolist()
+        own = len(said)
+        y = dm.distribute(torch.arange(16.0).reshape(4, 4), dm.P(("a", "b")))
+        y.redistribute(placements=[Replicate(), Replicate()])
+    finally:
+        logger.removeHandler(handler)
+    return values, own, ["sequential all_gather" in one for one in said]
+
+
+def test_torch_advises_how_to_redistribute_for_calls_of_the_user_only():
+    for values, own, said in torch_world(redistributing, world_size=4):
+        assert values == [float(n) for n in range(16)]
+        assert own == 0
+        assert said == [True]
