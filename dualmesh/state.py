@@ -176,7 +176,8 @@ class ParallelState(SeedAttributes, ABC):
         """Return the position of a rank along an axis; traced inside a JAX `shard_map`. *Pure.*
 
         Raises:
-            RankError: `rank` is left out where this process holds several, or is no rank of the state.
+            RankError: `rank` is left out where this process holds several with different indices, or is no rank of
+                the state.
         """
         self.group_sizes(axis)
         if rank is None:
@@ -184,9 +185,16 @@ class ParallelState(SeedAttributes, ABC):
         return self.topology.index(axis, self.grid_rank(rank))
 
     def ranks(self, axis: Axis, rank: int | None = None) -> tuple[int, ...]:
-        """Return the session ranks of a rank's group along an axis, in index order. *Pure.*"""
+        """Return the session ranks of a rank's group along an axis, in index order. *Pure.*
+
+        Raises:
+            RankError: `rank` is left out where this process holds several ranks in different groups.
+        """
         self.group_sizes(axis)
-        grid_ranks = self.topology.ranks(axis, self.grid_rank(self.own_rank() if rank is None else rank))
+        if rank is None:
+            found: tuple[int, ...] = self._own_answer(lambda own: self.ranks(axis, own))
+            return found
+        grid_ranks = self.topology.ranks(axis, self.grid_rank(rank))
         return tuple(self.session_rank(grid_rank) for grid_rank in grid_ranks)
 
     def grid_rank(self, rank: int) -> int:
@@ -219,10 +227,16 @@ class ParallelState(SeedAttributes, ABC):
         )
 
     def _own_size(self, axis: Axis) -> Any:
-        return self.topology.size(axis, self.grid_rank(self.own_rank()))
+        return self._own_answer(lambda own: self.topology.size(axis, self.grid_rank(own)))
 
     def _own_index(self, axis: Axis) -> Any:
-        return self.topology.index(axis, self.grid_rank(self.own_rank()))
+        return self._own_answer(lambda own: self.topology.index(axis, self.grid_rank(own)))
+
+    def _own_answer(self, answer: Callable[[int], Any]) -> Any:
+        """Return what all ranks of this process answer alike; where they differ, code must be one of them."""
+        mine = self.local_ranks
+        found = {answer(rank) for rank in mine} if len(mine) > 1 else set()
+        return found.pop() if len(found) == 1 else answer(self.own_rank())
 
     # -- roles -----------------------------------------------------------------------------------------------------
 
