@@ -11,7 +11,7 @@ from dualmesh import ops
 from dualmesh.ambient import meant
 from dualmesh.arguments import flag_of
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
-from dualmesh.lazy import array_api_compat
+from dualmesh.lazy import array_api_compat, np
 from dualmesh.solo import SoloState
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -64,10 +64,10 @@ def token_mean(
         loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
     cut = _unchanged if isinstance(owner, SoloState) else owner.collectives.stop_gradient
     zero = xp.zeros_like(loss_sum)
-    held = cut(zero + count)
+    held = cut(_as_dtype_of(xp, loss_sum, count))
     # A negative count that nobody could look at: not a number, on every rank, rather than a wrong mean.
     held = xp.where(held < 0, zero + math.nan, held) if own is None else held
-    tokens = ops.all_reduce(held, over, state=owner) if total is None else cut(zero + total)
+    tokens = ops.all_reduce(held, over, state=owner) if total is None else cut(_as_dtype_of(xp, loss_sum, total))
     tokens = xp.where(tokens < held, zero + math.nan, tokens) if own is None or whole is None else tokens
     counted = loss_sum if own else xp.where(held == 0, zero, loss_sum)
     objective = counted / xp.where(tokens == 0, zero + 1, tokens)
@@ -105,6 +105,13 @@ def _check_scalar(name: str, x: Any) -> None:
             f"token_mean: {name} has shape {shape}. Give a scalar, shape (): the sum over this rank's tokens.",
             shape=shape,
         )
+
+
+def _as_dtype_of(xp: Any, like: Any, number: Any) -> Any:
+    """Return a number as a scalar array of the dtype of another: JAX may be set to promote nothing by itself."""
+    if isinstance(number, np.generic | np.ndarray) and number.ndim == 0:
+        number = number.item()
+    return xp.zeros_like(like) + (xp.astype(number, like.dtype) if hasattr(number, "dtype") else number)
 
 
 def _unchanged(x: Any) -> Any:

@@ -111,7 +111,11 @@ def _entry(entry: Any) -> Entry:
     names = items_in(entry)
     if names is not None and all(isinstance(name, str) for name in names):
         return names[0] if len(names) == 1 else names or None
-    raise ShardingError(f"P: {entry!r} is no entry. Entries are an axis name, a tuple of names, or None.", entry=entry)
+    raise ShardingError(
+        f"P: {entry!r} is no entry. Entries are an axis name, a tuple of names, or None. What a framework has beside "
+        f"that (a dim that JAX may choose) is said to it in its own names: state.axes(axis).",
+        entry=entry,
+    )
 
 
 def split_axes(entry: Entry) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ Per-rank functions are lifted in `lifted`; their collectives are in `collectives
 # jax leaves some of its public functions unannotated.
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,8 +19,9 @@ from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
 from dualmesh_jax import federated
+from dualmesh_jax.arrays import is_tracing, refuse_keys
 from dualmesh_jax.lifted import Lifted
-from dualmesh_jax.watch import run_named
+from dualmesh_jax.watch import run_named, run_together
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -94,19 +95,18 @@ class JaxPrograms(Programs):
         return jax.tree.map(summed, params)
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
-        collectives, sizes = self._state.collectives, [jnp.abs(x) for x in jax.tree.leaves(tree)]
-        if not sizes:
+        arrays = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+        for x in arrays:
+            refuse_keys("global_norm", x)
+        if not arrays:
             return jnp.zeros(())
-        if axis is not None:
-            collectives.admit("global_norm", sizes[0], axis)
-        sizes = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in sizes]
-        if order == float("inf"):
-            largest = jnp.max(jnp.stack([jnp.max(x, initial=0) for x in sizes]))
-            return largest if axis is None else collectives.all_reduce(largest, axis, op="max")
-        total = sum(jnp.sum(x**order) for x in sizes)
-        if axis is not None:
-            total = collectives.all_reduce(total, axis, op="sum")
-        return total ** (1 / order)
+        if axis is None:
+            if is_tracing():
+                return _norm(arrays, order=order)
+            return run_together(self._state, "global_norm", lambda *xs: _whole_norm(xs, order), arrays)
+        collectives, op = self._state.collectives, "max" if order == float("inf") else "sum"
+        collectives.admit("global_norm", arrays[0], axis)
+        return _norm(arrays, order=order, over=lambda x: collectives.all_reduce(x, axis, op=op))
 
     def federated_mean(self, tree: Any, plan: AveragingPlan) -> Any:
         state = self._state
@@ -119,6 +119,24 @@ class JaxPrograms(Programs):
 
     def _gathered(self, said: str) -> list[str]:
         return self._state.host.all_gather(said, "world")
+
+
+def _norm(arrays: Sequence[Any], *, order: float, over: Callable[[Any], Any] = lambda x: x) -> Any:
+    """Return the norm of all elements; `over` sums powers, or takes the largest, over what other ranks hold.
+
+    Every promotion is written out, since JAX may be set to make none.
+    """
+    sizes = [jnp.abs(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)) for x in arrays]
+    sizes = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in sizes]
+    wide = max((x.dtype for x in sizes), key=lambda kind: kind.itemsize)
+    if order == float("inf"):
+        return over(jnp.max(jnp.stack([jnp.max(x, initial=0).astype(wide) for x in sizes])))
+    return over(sum(jnp.sum(x**order).astype(wide) for x in sizes)) ** (1 / order)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _whole_norm(arrays: Sequence[Any], order: float) -> Any:
+    return _norm(arrays, order=order)
 
 
 def _laid_out_like(gradient: Any, x: Any) -> Any:

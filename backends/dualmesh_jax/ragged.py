@@ -33,6 +33,6 @@ def exchanged(x: Any, line: Line, send_counts: Any, recv_counts: Any, rows: int)
 
 def _places(counts: Any, longest: int, nowhere: int) -> Any:
     """Return the row of each place in blocks of padded runs, (size, longest); `nowhere` for padding."""
-    place = jnp.arange(longest, dtype=jnp.int32)
+    place = jnp.arange(longest, dtype=jnp.int32)[None, :]
     starts = jnp.cumsum(counts) - counts
     return jnp.where(place < counts[:, None], starts[:, None] + place, nowhere)
