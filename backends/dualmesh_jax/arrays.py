@@ -6,7 +6,7 @@ What a spec is in JAX's names is in `state`, functions of arrays in `programs`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from dualmesh.host_leaf import HostLeaf
 from dualmesh.partition_spec import P, canonical, dim_layouts
 from dualmesh.verbs import Arrays
 from dualmesh_jax.store import describe_processes
-from dualmesh_jax.surroundings import check_one_place
+from dualmesh_jax.surroundings import check_one_place, told
 from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
@@ -42,9 +42,22 @@ TWO_PLACES = (
     "reshard: inside jit, from {} over {} to {} over {}. One jit runs over one list of devices: call dm.reshard "
     "between two jitted functions, where it moves arrays and is differentiable all the same."
 )
+KEYS = (
+    "{where}: found random keys ({dtype}, shape {shape}), which have no numbers of their own. Give "
+    "jax.random.key_data(keys), and wrap what comes back: jax.random.wrap_key_data(data)."
+)
+LEFT_TO_JAX = (
+    "{where}: {spec!r} names {axes}, along which arrays are this rank's blocks here. Inside a shard_map over some axes "
+    "(axes=...) name only those that it leaves to JAX: {left}."
+)
 NOTHING = (
     "{where}: found None for an array of {source}, of which this process holds ranks. In JAX every process of "
     "the source holds the array: give what dm.distribute, dm.shard_local or dm.shard_map returned here."
+)
+TWO_MESHES = (
+    "reshard: inside jit, from {} on {} to {} on {}. On Explicit axes a sharding is part of an array's type, and JAX "
+    "has no move from one mesh's types to another's: call dm.reshard between two jitted functions, or register "
+    "both states before first use, so that they share a mesh where their sizes allow it."
 )
 TWO_SETS = (
     "{where}: {source} over {devices} (of {processes}) and {target} over {others} (of {other_processes}) are different "
@@ -69,6 +82,7 @@ class JaxArrays(Arrays):
         return laid_out("distribute", host, self.fitted("distribute", host, spec))
 
     def grown(self, array: Any, shape: tuple[int, ...]) -> Any:
+        refuse_keys("distribute with pad=True", array)
         if not isinstance(array, jax.Array):
             return super().grown(array, shape)
         return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
@@ -76,6 +90,7 @@ class JaxArrays(Arrays):
     def checked(self, array: Any) -> Any:
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise ArrayTypeError(f"distribute: the array lies on {listed(array.devices())} already. Use dm.constrain.")
+        refuse_keys("distribute with check=True or src=", array)
         host = np.asarray(array)
         check_narrowing("distribute", host)
         return host
@@ -86,6 +101,7 @@ class JaxArrays(Arrays):
     def to_host(self, path: str, x: Any, spec: P) -> HostLeaf:
         if not isinstance(x, jax.Array):
             raise ArrayTypeError(f"transfer_link: {path!r} is a {type(x).__qualname__}. Give JAX arrays.", path=path)
+        refuse_keys(f"transfer_link: {path!r}", x)
         lies, shared = self.constrain(x, spec), self._state.shared
         rank_of = dict(zip(shared.devices, shared.order, strict=True))
         blocks = {rank_of[one.device]: HostLeaf.void(np.asarray(one.data)) for one in lies.addressable_shards}
@@ -105,6 +121,7 @@ class JaxArrays(Arrays):
             raise ArrayTypeError(
                 f"to_numpy: found a {type(x).__qualname__}. Give what dm.distribute or shard_map return."
             )
+        refuse_keys("to_numpy", x)
         x = summed(x)
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
             whole = NamedSharding(self._state.mesh, PartitionSpec())
@@ -112,10 +129,11 @@ class JaxArrays(Arrays):
         return np.array(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
 
     def shard_local(self, block: Any, spec: P) -> Any:
+        refuse_keys("shard_local", block)
         where, host, topology = "shard_local", np.asarray(block), self._state.topology
         ranks = [self._state.grid_rank(rank) for rank in self._state.local_ranks]
         shape = covered_shape(topology, spec, host.shape, ranks, what=f"{where}: block")
-        sharding = self.fitted(where, np.broadcast_to(host.dtype.type(), shape), spec)
+        sharding = self.fitted(where, np.broadcast_to(np.zeros((), host.dtype), shape), spec)
         first = [cut.start for cut in covering_slices(topology, spec, shape, ranks)]
 
         def cut(index: Any) -> Any:
@@ -123,11 +141,11 @@ class JaxArrays(Arrays):
             return owned(host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))])
 
         check_narrowing(where, host)
-        return jax.make_array_from_callback(shape, sharding, cut)
+        return _assembled(shape, sharding, cut)
 
     def constrain(self, x: Any, spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
-            raise ArgumentError(INSIDE.format(where="constrain"))
+            return self._constrain_rest(x, spec)
         sharding = self.fitted("constrain", x, spec)
         if not isinstance(x, jax.Array):
             x = owned(np.asarray(x))
@@ -138,6 +156,23 @@ class JaxArrays(Arrays):
         if self._state.shared.is_explicit:
             return reshard(x, sharding)
         return lax.with_sharding_constraint(x, sharding)
+
+    def _constrain_rest(self, x: Any, spec: P) -> Any:
+        """Constrain what is global still inside a `shard_map` over some axes: along the others. *Local.*"""
+        around, shared = get_abstract_mesh(), self._state.shared
+        manual = set(around.manual_axes)
+        left = [axis for axis in self._state.axis_names if self._state.size(axis) > 1]
+        left = [axis for axis in left if not manual & set(self._state.axes(axis))]
+        if around.shape_tuple != shared.mesh.shape_tuple or not left:
+            raise ArgumentError(INSIDE.format(where="constrain"))
+        dim_layouts(self._state.topology, spec, np.shape(x), what="constrain: array")
+        native = self._state.native_spec("constrain", spec)
+        blocked = [axis for axis in spec.axes if manual & set(self._state.axes(axis))]
+        if blocked:
+            found = {"spec": spec, "axes": listed(blocked), "left": listed(left)}
+            raise ArgumentError(LEFT_TO_JAX.format(where="constrain", **found), spec=spec)
+        sharding = NamedSharding(around, native)
+        return reshard(x, sharding) if shared.is_explicit else lax.with_sharding_constraint(x, sharding)
 
     def reshard(self, x: Any, spec: P, source: Any, source_spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
@@ -160,6 +195,8 @@ class JaxArrays(Arrays):
                     source=source,
                     target=self._state,
                 )
+            if self._state.shared.is_explicit:
+                return self._reshard_types(x, lies, shall, source)
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
         if not isinstance(x, jax.Array):
@@ -176,6 +213,23 @@ class JaxArrays(Arrays):
             return unshared(self.reshard(x, *ends), (x,))  # the source's next step may be given its arrays for good
 
         return job.array_by_array(tree, moved)
+
+    def _reshard_types(self, x: Any, lies: NamedSharding, shall: NamedSharding, source: "JaxState") -> Any:
+        """Move an array inside jit on Explicit axes, where the sharding is part of its type. *Local.*
+
+        Raises:
+            ShardingError: The states are on two meshes, between which JAX has no such move.
+        """
+        if lies.mesh != shall.mesh:
+            raise ShardingError(
+                TWO_MESHES.format(
+                    *(source.label, told(source.shared.mesh)),
+                    *(self._state.label, told(self._state.shared.mesh)),
+                ),
+                source=source,
+                target=self._state,
+            )
+        return reshard(reshard(x, lies), shall)
 
     def _check_reach(self, where: str, source: "JaxState") -> None:
         """Refuse, in every process of both ends, what JAX refuses or waits for in some of them. *Local.*
@@ -230,7 +284,18 @@ def laid_out(where: str, array: Any, sharding: NamedSharding) -> Any:
     check_narrowing(where, array)
     if sharding.is_fully_addressable:
         return jax.device_put(owned(array), sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: owned(array[index]))
+    return _assembled(array.shape, sharding, lambda index: owned(array[index]))
+
+
+def _assembled(shape: tuple[int, ...], sharding: NamedSharding, cut: Callable[[Any], Any]) -> Any:
+    """Return a global array of the blocks that are cut for this process' devices. *Local.*
+
+    Each is put on its device in so many words: `jax.make_array_from_callback` counts as an implicit transfer, which
+    `jax.transfer_guard` may forbid.
+    """
+    places = sharding.addressable_devices_indices_map(shape)
+    blocks = [jax.device_put(cut(index), device) for device, index in places.items()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
 
 
 def owned(block: Any) -> Any:
@@ -274,6 +339,21 @@ def _places(x: Any) -> list[tuple[int, int]]:
     return [(begin, begin + size) for begin, size in begins if size]
 
 
+def is_keys(x: Any) -> bool:
+    """Tell whether an array holds typed random keys (`jax.random.key`), which numpy has no dtype for. *Local.*"""
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def refuse_keys(where: str, x: Any) -> None:
+    """Refuse random keys where numbers are meant.
+
+    Raises:
+        ArrayTypeError: These are random keys.
+    """
+    if is_keys(x):
+        raise ArrayTypeError(KEYS.format(where=where, dtype=x.dtype, shape=x.shape), found=x.dtype)
+
+
 def is_unreduced(x: Any) -> bool:
     """Tell whether a finished array's blocks are still to be summed, which there is on Explicit axes. *Local.*"""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
@@ -315,8 +395,14 @@ def _check_devices(x: Any, source: "JaxState") -> None:
 
 
 def is_staging() -> bool:
-    """Tell whether operations are recorded (jit, scan) rather than run; an eager gradient runs them. *Local.*"""
-    return is_tracing() and isinstance(lax.full((), 0), jax.core.Tracer)
+    """Tell whether operations are recorded (jit, scan) rather than run; an eager gradient runs them. *Local.*
+
+    A constant is asked for, which leaves nothing in the program; `jax.transfer_guard` may not forbid it where it runs.
+    """
+    if not is_tracing():
+        return False
+    with jax.transfer_guard_host_to_device("allow"):
+        return isinstance(lax.full((), 0), jax.core.Tracer)
 
 
 def is_tracing() -> bool:

@@ -24,11 +24,11 @@ from dualmesh.partition_spec import P, is_spec
 from dualmesh.programs import warn_of_forgotten
 from dualmesh.registry import registry
 from dualmesh.scope import current_scope
-from dualmesh_jax.arrays import is_staging, is_tracing, laid_out
+from dualmesh_jax.arrays import is_keys, is_staging, is_tracing, laid_out
 from dualmesh_jax.captures import Contents, captured, changed
 from dualmesh_jax.regions import region_of
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
-from dualmesh_jax.surroundings import ambient_mesh, check_one_place
+from dualmesh_jax.surroundings import ambient_mesh, check_one_place, has_no_mesh
 from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
@@ -101,9 +101,11 @@ class Lifted:
             mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
             for one in forgotten:
                 warn_of_forgotten(*one)
+        brings_mesh = False
         if is_tracing():
             check_one_place("shard_map", self._state, is_staging=staging)
-        with ambient_mesh("shard_map", self._state):
+            brings_mesh = staging and has_no_mesh() and not self._state.shared.is_explicit
+        with nullcontext() if brings_mesh else ambient_mesh("shard_map", self._state):
             try:
                 if staging:
                     # A function of its own each time, for JAX keeps what it traced: a trace sees what globals and
@@ -194,7 +196,7 @@ class Lifted:
         state = self._state
         ranks = dict(zip(state.shared.devices, state.members, strict=True))
         mine = {
-            ranks[shard.device]: (repr(shard.index), sha256(np.asarray(shard.data).tobytes()).digest())
+            ranks[shard.device]: (repr(shard.index), sha256(_numbers(shard.data).tobytes()).digest())
             for shard in x.addressable_shards
         }
         said = mine if x.is_fully_addressable else dict(ChainMap(*state.host.all_gather(mine, "world")))
@@ -223,6 +225,10 @@ class Lifted:
                     f"{self._state.label} is over {listed(ours)}. Move it first, with dm.distribute(x, spec).",
                     state=self._state,
                 ) from cause
+
+
+def _numbers(block: Any) -> Any:
+    return np.asarray(jax.random.key_data(block) if is_keys(block) else block)
 
 
 def _check_dims(spec: P, block: Any) -> None:

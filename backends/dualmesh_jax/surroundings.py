@@ -40,6 +40,12 @@ TWO_PLACES = (
     "{where}: {label} is on {mesh}, over {devices}, but this is traced into one jit with {other}, over {others}. One "
     "jit runs over one list of devices: use a jit for each, and dm.reshard between them."
 )
+EAGER_GRADIENT = (
+    "{where}: {label} is on {mesh}, over {devices}, but this is inside an eager gradient that was taken in a scope of "
+    "{other}, over {others}, and until it ends JAX computes on that mesh. Take it outside any scope (jax.grad, or "
+    "dm.value_and_grad without state=, where the default state is ambient), and name states: dm.shard_map(..., "
+    "state=...), dm.reshard(x, src=..., dst=...)."
+)
 UNKNOWN = "a mesh that JAX does not say inside vmap with axis_name"
 _NO_MESH = AbstractMesh((), ())
 
@@ -89,6 +95,15 @@ def note_traced(state: ParallelState) -> None:
     """Let what is being traced be traced anew once a name of the state means another one, or none. *Local.*"""
     for name in state.names:
         registry.note_compiled(name)
+
+
+def has_no_mesh() -> bool:
+    """Tell whether this is traced where JAX has no mesh, neither from outside nor around. *Local.*
+
+    What brings its mesh needs none there, and `checkify` compiles a `shard_map` only where there is none.
+    """
+    outside = mesh_outside_tracing()
+    return outside is not None and outside.empty and get_abstract_mesh().empty
 
 
 class Unmeshed:
@@ -145,7 +160,7 @@ def check_one_place(where: str, state: "JaxState", *, is_staging: bool) -> None:
     if outside is None:
         return
     if not outside.empty:
-        _compare(where, state, outside, tuple(outside.devices.flat))
+        _compare(where, state, outside, tuple(outside.devices.flat), TWO_PLACES if is_staging else EAGER_GRADIENT)
     elif is_staging:
         trace = get_opaque_trace_state()
         if _last.shared is not None and trace == _last.trace:
@@ -153,9 +168,11 @@ def check_one_place(where: str, state: "JaxState", *, is_staging: bool) -> None:
         _last.trace, _last.shared = trace, shared
 
 
-def _compare(where: str, state: "JaxState", other: Mesh, others: tuple[jax.Device, ...]) -> None:
+def _compare(
+    where: str, state: "JaxState", other: Mesh, others: tuple[jax.Device, ...], text: str = TWO_PLACES
+) -> None:
     ours = state.shared
     if others != ours.devices:
         found = {"where": where, "label": state.label, "mesh": told(ours.mesh), "devices": listed(ours.devices)}
-        message = TWO_PLACES.format(**found, other=told(other), others=listed(others))
+        message = text.format(**found, other=told(other), others=listed(others))
         raise ShardingError(message, state=state, mesh=ours.mesh, other=other)
