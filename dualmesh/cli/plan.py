@@ -4,13 +4,14 @@ Bytes come from `traffic`, communicators from `lanes`.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
 from dualmesh.cli.selection import chosen_rank, selected
 from dualmesh.cli.show import heading, text_of
-from dualmesh.cli.traffic import Model, bytes_held, traffic
+from dualmesh.cli.traffic import Model, bytes_held, data_size, traffic
 from dualmesh.configuration import StateConfig
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.lanes import Membership, loss_membership, memberships
@@ -28,7 +29,8 @@ FLAGS = (
     Flag("axes", "string", "instead of sizes: rank all splits of the world over these axes, comma separated"),
     Flag("parameters", "float", "parameters of the model, for example 7e9", 7e9),
     Flag("sequence", "integer", "tokens of one sample", 4096),
-    Flag("batch", "integer", "samples per step and data index", 1),
+    Flag("batch", "integer", "samples per step and data index; with --axes, per step and rank on average", 1),
+    Flag("global_batch", "integer", "with --axes: samples per step of all ranks, the same for every split", 0),
     Flag("layers", "integer", "transformer blocks; else from the parameters", 0),
     Flag("hidden_size", "integer", "width of the model; else from the parameters", 0),
     Flag("element_bytes", "integer", "bytes of one value on its way", 2),
@@ -140,7 +142,7 @@ def _bytes(count: float) -> str:
 
 
 def _fitting(values: Any, model: Model) -> Report:
-    """Rank all splits of a world over some axes by what leaves a node, then by what does not."""
+    """Rank all splits of a world over some axes, at one global batch, by what leaves a node, then by what does not."""
     world = values["world_size"].value
     if world is None:
         raise ArgumentError("dualmesh plan: --axes needs --world-size.")
@@ -152,15 +154,41 @@ def _fitting(values: Any, model: Model) -> Report:
     if unknown or len(set(axes)) < len(axes):
         hint = did_you_mean(unknown[0], BASE_AXES) if unknown else ""
         raise SpecError(f"dualmesh plan: --axes={listed(axes)}. Name different ones of {listed(BASE_AXES)}.{hint}")
-    found = sorted((_score(sizes, axes, world, per_node, model) for sizes in _splits(world, len(axes))), key=_order)
+    samples = positive("dualmesh plan", "global_batch", values["global_batch"].value or model.batch * world)
+    topologies = [_topology_of(dict(zip(axes, sizes, strict=True)), world) for sizes in _splits(world, len(axes))]
+    fit = [topology for topology in topologies if samples % data_size(topology) == 0]
+    found = sorted((_score(topology, axes, per_node, model, samples) for topology in fit), key=_order)
+    if not found:
+        sizes = listed(sorted({data_size(topology) for topology in topologies}))
+        raise ArgumentError(
+            f"dualmesh plan: --global-batch={samples} is a multiple of the data size of no split. Data sizes: {sizes}.",
+            global_batch=samples,
+        )
     rows = [
-        (*(str(one["sizes"][axis]) for axis in axes), _bytes(one["across"]), _bytes(one["inside"]), _bytes(one["held"]))
+        (
+            *(str(one["sizes"][axis]) for axis in axes),
+            str(one["batch"]),
+            _bytes(one["across"]),
+            _bytes(one["inside"]),
+            _bytes(one["held"]),
+        )
         for one in found[:_BEST]
     ]
-    heads = (*axes, "sent across nodes", "sent inside", "held")
+    heads = (*axes, "samples each", "sent across nodes", "sent inside", "held")
     best = f", the best {_BEST} of them (--json: all)" if len(found) > _BEST else ""
-    title = f"{len(found)} splits of {world} ranks{best}; what a rank sends in a step, least across nodes first"
-    return Report({"world_size": world, "gpus_per_node": per_node, "splits": found}, [Table(heads, rows, title)])
+    tokens = samples * model.sequence
+    title = (
+        f"{len(found)} splits of {world} ranks{best}; what a rank sends in a step of {samples} samples "
+        f"({tokens} tokens) of all ranks, in one forward and backward, least across nodes first"
+    )
+    left_out = len(topologies) - len(found)
+    note = f"\n{left_out} more splits are left out: their data size does not divide {samples} samples."
+    data = {"world_size": world, "gpus_per_node": per_node, "global_batch": samples, "tokens_per_step": tokens}
+    return Report({**data, "splits": found}, [Table(heads, rows, title), *([note] if left_out else [])])
+
+
+def _topology_of(named: dict[str, int], world: int) -> Topology:
+    return StateConfig.of(named).topology_spec().resolve(world)
 
 
 def _splits(world: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -172,12 +200,14 @@ def _splits(world: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (size, *rest)
 
 
-def _score(sizes: Sequence[int], axes: Sequence[str], world: int, per_node: int, model: Model) -> dict[str, Any]:
-    named = dict(zip(axes, sizes, strict=True))
-    topology = StateConfig.of(named).topology_spec().resolve(world)
-    sent = [(_crosses(topology, one.axis, per_node), one.sent) for one in traffic(topology, model)]
+def _score(topology: Topology, axes: Sequence[str], per_node: int, model: Model, samples: int) -> dict[str, Any]:
+    each = samples // data_size(topology)
+    steps = traffic(topology, replace(model, batch=each))
+    sent = [(_crosses(topology, one.axis, per_node), one.sent) for one in steps]
     across, inside = (sum(bytes_ for crosses, bytes_ in sent if crosses is which) for which in (True, False))
-    return {"sizes": named, "across": across, "inside": inside, "held": round(bytes_held(topology, model))}
+    sizes = {axis: topology.size(axis) for axis in axes}
+    held = round(bytes_held(topology, model))
+    return {"sizes": sizes, "batch": each, "across": across, "inside": inside, "held": held}
 
 
 def _order(one: dict[str, Any]) -> tuple[int, int]:

@@ -106,6 +106,11 @@ def bytes_held(topology: Topology, model: Model) -> float:
     return BYTES_WITH_ADAM * (dense + experts)
 
 
+def data_size(topology: Topology) -> int:
+    """Return over how many indices the samples of a step are divided. *Pure.*"""
+    return _size(topology, _role(topology, "data"))
+
+
 def _parameters(topology: Topology, model: Model) -> Iterator[Traffic]:
     dense = (model.parameters - model.expert_parameters) / _split(topology) * model.element_bytes
     params = _role(topology, "params")

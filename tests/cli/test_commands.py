@@ -126,6 +126,29 @@ def test_plan_ranks_the_splits_that_fit_a_world(answer):
     assert [one["across"] for one in found["splits"]] == sorted(one["across"] for one in found["splits"])
 
 
+def test_plan_compares_splits_at_one_global_batch(answer):
+    """Every split trains on the same tokens in a step, so a rank that holds more of a sample sends more of it."""
+    found, code = answer("plan", "--world-size=16", "--axes=dp_shard,tp", "--gpus-per-node=8", "--sequence=1024")
+    assert code == 0
+    assert (found["global_batch"], found["tokens_per_step"]) == (16, 16 * 1024)
+    for one in found["splits"]:
+        assert one["batch"] * one["sizes"]["dp_shard"] == 16
+        sizes = [f"--{axis.replace('_', '-')}={size}" for axis, size in one["sizes"].items()]
+        alone, _ = answer("plan", "--gpus-per-node=8", "--sequence=1024", f"--batch={one['batch']}", *sizes)
+        steps = alone["states"]["base"]["step"]
+        assert one["across"] == sum(step["bytes_sent"] for step in steps if step["crosses_nodes"])
+
+
+def test_plan_leaves_out_splits_that_a_global_batch_does_not_fit(answer, capsys):
+    """A data size that does not divide the samples is left out and counted; none that fits is refused."""
+    found, code = answer("plan", "--world-size=8", "--axes=dp_shard,tp", "--global-batch=2")
+    assert (code, [one["sizes"]["dp_shard"] for one in found["splits"]]) == (0, [2, 1])
+    assert run(["plan", "--world-size=8", "--axes=dp_shard,tp", "--global-batch=2"]) == 0
+    assert "2 more splits are left out" in capsys.readouterr().out
+    assert run(["plan", "--world-size=8", "--axes=dp_shard", "--global-batch=3"]) == 2
+    assert "--global-batch=3 is a multiple of the data size of no split. Data sizes: 8." in capsys.readouterr().err
+
+
 def test_plan_says_how_many_splits_it_leaves_out(capsys):
     assert run(["plan", "--world-size=64", "--axes=dp_shard,ulysses,tp"]) == 0
     assert "28 splits of 64 ranks, the best 20 of them (--json: all);" in " ".join(capsys.readouterr().out.split())
