@@ -8,6 +8,7 @@ import dualmesh as dm
 RANKS = 8
 BASE = ("dp_replicate", "dp_shard", "ulysses", "cp", "tp")
 SPANNED = ("dp_shard", "ulysses", "cp")
+PARTS = {"experts": "ep", "params": "ep_fsdp", "replicate": "ep_replicate"}
 
 
 def every():
@@ -40,7 +41,7 @@ def spec_of(split):
     """Return the spec of a split; the experts' view is there at size 1 too, so that the model need not ask."""
     split = full(split)
     usual = dm.parallel_spec(**{f"{axis}_size": split[axis] for axis in BASE})
-    view = dm.View(over=SPANNED, axes={"ep_fsdp": -1, "ep": split["ep"]})
+    view = dm.View(over=SPANNED, axes={"ep_fsdp": -1, "ep": split["ep"]}, roles=PARTS)
     return dm.TopologySpec(usual.axes, {**usual.combined, "ep_replicate": ("dp_replicate",)}, {"ep": view}, usual.roles)
 
 
