@@ -207,9 +207,11 @@ def _replicas(view: str | None, state: "TorchState") -> Axis | None:
     kept = expanded(topology, named)
     if topology.size(kept) == 1:
         return None
-    for name in (*named, *state.meshes.grid_of(view)):
+    grid = state.meshes.grid_of(view)
+    # A name of the role's own comes first, unless the view spans what it stands for: meshes do not mix the two.
+    for name in (*(name for name in named if set(expanded(topology, (name,))) <= set(grid)), *grid):
         if topology.layout(name) == topology.layout(kept):
             return name
-    if not set(kept) <= set(state.meshes.grid_of(view)):
+    if not set(kept) <= set(grid):
         raise ShardingError(SPANNED.format(view=view, kept=listed(kept)), view=view)
     return kept
