@@ -118,13 +118,41 @@ def _unchanged(x: Any) -> Any:
     return x
 
 
-def sum_gradients(model: Any, *, state: ParallelState | None = None) -> None:
-    """Make every gradient reduction that wrappers in `model` do (FSDP2, DDP) a plain sum. *Local.*
+def sum_gradients(
+    model: Any,
+    axis: Axis | None = None,
+    *,
+    unwrapped: Any = (),
+    blocks: Mapping[Axis, Any] | None = None,
+    state: ParallelState | None = None,
+) -> None:
+    """Make the gradient reductions of the wrappers in `model` plain sums over exactly the ranks that must be summed.
 
-    With `token_mean`'s objective the gradient of the global loss is the sum over ranks. JAX needs nothing.
+    With `token_mean`'s objective the gradient of the global loss is the sum over the ranks whose tokens differ. Torch:
+    wrappers are FSDP2, FSDP1 and DDP; call this once, after the last wrapper. Whatever would not be that sum is refused
+    and nothing is changed: wrappers over other ranks, one around another, parameters that none reduces. Where gradients
+    are values, as in JAX, there is nothing to do.
+
+    *Local*, or collective over the axes that an expert's unit leaves out where it holds plain tensors: copies of each
+    other are refused there.
+
+    Args:
+        model: A module. Parts that `dm.scoped` scoped belong to their own states.
+        axis: The axes over which tokens differ; None: the role "loss" of each part's state.
+        unwrapped: Parameters that no wrapper reduces; `sync_gradients` sums theirs.
+        blocks: Parameters of which each index along an axis holds another part, as in `clip_grad_norm_`, where no
+            DTensor says so: {"ep": experts.parameters()}.
+
+    Raises:
+        ShardingError: A gradient would not be the sum over the right ranks.
     """
     owner = meant("sum_gradients", state)
-    owner.programs.sum_gradients(model)
+    if blocks is not None and not isinstance(blocks, Mapping):
+        raise ArgumentError(f"sum_gradients: blocks={blocks!r}. Give a dict of axes to parameters.", blocks=blocks)
+    if isinstance(unwrapped, Iterator):
+        unwrapped = list(unwrapped)
+    given: dict[str, Any] = {"axis": axis, "unwrapped": unwrapped or None, "blocks": blocks or None}
+    owner.programs.sum_gradients(model, **{name: value for name, value in given.items() if value is not None})
 
 
 def sync_gradients(params: Any, axis: Axis | None = None, *, state: ParallelState | None = None) -> Any:

@@ -218,7 +218,11 @@ class Programs(ABC):
 
     @abstractmethod
     def sum_gradients(self, model: Any) -> None:
-        """Make every gradient reduction that wrappers in `model` do a plain sum."""
+        """Make every gradient reduction that wrappers in `model` do a plain sum over the ranks that must be summed.
+
+        Backends of frameworks with wrappers also take `axis`, `unwrapped` and `blocks` of `dualmesh.sum_gradients`,
+        by name.
+        """
 
     @abstractmethod
     def sync_gradients(self, params: Any, axis: Axis) -> Any:

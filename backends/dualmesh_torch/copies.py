@@ -137,11 +137,11 @@ def _place_of(
     splits = [(state, axis) for axis in axes]
     if mesh is not None:
         split = [is_split(one) for one in placements]
-        blocks = set(_along(mesh, split))
+        blocks = set(ranks_along(mesh, split))
         place = tuple(index for index, one in zip(mesh.get_coordinate() or (), split, strict=True) if one)
         owner = _owner_of(state, mesh)
         members = tuple(mesh.mesh.flatten().tolist()) if owner is None else tuple(owner.members)
-        splits += [(owner, axis) for axis in _left_out(owner, mesh)] if owner is not None else []
+        splits += [(owner, axis) for axis in left_out_axes(owner, mesh)] if owner is not None else []
         splits += [(owner, "pp")] if owner not in (None, state) and "pp" in owner.axis_names else []
     for one, axis in splits:
         if not set(one.ranks(axis)) <= blocks:
@@ -150,8 +150,8 @@ def _place_of(
     return (place, members[0], len(members)), members[0] in blocks, len(members) // len(blocks)
 
 
-def _along(mesh: DeviceMesh, dims: Sequence[bool]) -> list[int]:
-    """Return the ranks that differ from this one in some dims of a mesh only."""
+def ranks_along(mesh: DeviceMesh, dims: Sequence[bool]) -> list[int]:
+    """Return the ranks that differ from this one in some dims of a mesh only. *Pure.*"""
     coordinate: Sequence[int] = mesh.get_coordinate() or ()
     found: list[int] = (
         mesh.mesh[tuple(slice(None) if one else index for one, index in zip(dims, coordinate, strict=True))]
@@ -166,8 +166,8 @@ def _owner_of(state: "TorchState", mesh: DeviceMesh) -> "TorchState | None":
 
     A mesh with other names, made by hand, lies along the axes of the state asked that have its ranks.
     """
-    named = (one for one in _candidates(state) if _lies_along(one, mesh, is_named=True))
-    return next(named, state if _lies_along(state, mesh, is_named=False) else None)
+    named = (one for one in _candidates(state) if _liesranks_along(one, mesh, is_named=True))
+    return next(named, state if _liesranks_along(state, mesh, is_named=False) else None)
 
 
 def _candidates(state: "TorchState") -> Iterator["TorchState"]:
@@ -177,7 +177,7 @@ def _candidates(state: "TorchState") -> Iterator["TorchState"]:
             yield other
 
 
-def _lies_along(state: "TorchState", mesh: DeviceMesh, *, is_named: bool) -> bool:
+def _liesranks_along(state: "TorchState", mesh: DeviceMesh, *, is_named: bool) -> bool:
     ranks = mesh.mesh.flatten().tolist()
     if not all(state.has_rank(rank) for rank in ranks):
         return False
@@ -189,7 +189,7 @@ def _lies_along(state: "TorchState", mesh: DeviceMesh, *, is_named: bool) -> boo
     parts = {called(f"{name}.{n}") for name in topology.axis_names for n in range(4)}
 
     def is_run(dim: int) -> bool:
-        along = tuple(_along(mesh, [n == dim for n in range(mesh.ndim)]))
+        along = tuple(ranks_along(mesh, [n == dim for n in range(mesh.ndim)]))
         name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[dim]
         if is_named:
             return name in parts or runs.get(name) == along
@@ -198,8 +198,11 @@ def _lies_along(state: "TorchState", mesh: DeviceMesh, *, is_named: bool) -> boo
     return all(is_run(dim) for dim in range(mesh.ndim))
 
 
-def _left_out(state: "TorchState", mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes of a view that a mesh of the same view leaves out: there each index has experts of its own."""
+def left_out_axes(state: "TorchState", mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the axes of a view that a mesh of the same view leaves out: there each index has experts of its own.
+
+    *Pure.*
+    """
     names, called = set(mesh.mesh_dim_names or ()), state.meshes.dim_name
     for _, view in state.topology.spec.named_views:
         present = [axis for axis in view.axes if {called(axis), called(f"{axis}.0")} & names]

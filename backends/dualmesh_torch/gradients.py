@@ -1,6 +1,7 @@
-"""Gradients of global arrays, and the reductions of wrappers made plain sums.
+"""Gradients of global arrays, and of parameters that no wrapper reduces.
 
-The objective is the sum over ranks of each rank's scalar, so no factor appears anywhere.
+The objective is the sum over ranks of each rank's scalar, so no factor appears anywhere. What wrappers reduce is in
+`reductions`.
 """
 
 import threading
@@ -9,8 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,9 +17,9 @@ from dualmesh.errors import ArrayTypeError, NotDifferentiableError
 from dualmesh.tree import leaves
 from dualmesh_torch import eager
 from dualmesh_torch.exchanges import exchange
+from dualmesh_torch.models import refuse_flat
 from dualmesh_torch.party import Party
 
-SUM = dist.ReduceOp.SUM
 TWICE = (
     "value_and_grad: called inside a function that value_and_grad differentiates, by something that depends on its "
     "arguments. torch's DTensors have no gradients of gradients. Differentiate once, or by arguments that do not "
@@ -88,42 +87,23 @@ def _like(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient
 
 
-def make_sums(model: Any) -> None:
-    """Make the reductions of FSDP2 and DDP in a model plain sums. *Local*; doing it twice changes nothing.
-
-    Raises:
-        ArrayTypeError: The model is no module.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise ArrayTypeError(f"sum_gradients: found a {type(model).__qualname__}. Give a torch module.")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        elif isinstance(module, DistributedDataParallel) and not getattr(module, "dualmesh_sums", False):
-            module.register_comm_hook(module.process_group, _summed_bucket)
-            module.dualmesh_sums = True  # type: ignore[assignment]
-
-
-def _summed_bucket(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), SUM, group=group, async_op=True)
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return summed
-
-
 def synced(params: Any, party: Party) -> Any:
     """Sum gradients in place over a group; one that is missing counts as zeros, a sparse one becomes dense.
 
     *Collective over the group*: also ranks whose gradient is sparse or missing reduce a dense one.
 
     Raises:
-        ArrayTypeError: A parameter is a DTensor; nothing was summed then.
+        ArrayTypeError: A parameter is a DTensor or a piece of FSDP1's, or the module is in DDP, whose gradients are
+            reduced already; nothing was summed then.
     """
     distinct = dict.fromkeys(_parameters(params))  # a tied parameter has one gradient
+    if isinstance(params, torch.nn.Module) and any(isinstance(m, DistributedDataParallel) for m in params.modules()):
+        raise ArrayTypeError(
+            "sync_gradients: found a module in DistributedDataParallel, which reduces its gradients itself. Call "
+            "dm.sum_gradients(module) once instead; after no_sync() give the parameters."
+        )
     for parameter in distinct:
+        refuse_flat("sync_gradients", parameter)
         if isinstance(parameter.grad, DTensor) or isinstance(parameter, DTensor):
             raise ArrayTypeError(
                 f"sync_gradients: found a DTensor parameter of shape {tuple(parameter.shape)}, whose gradients its "

@@ -3,16 +3,17 @@
 How FSDP2 wraps a module is in `units`, how one is born sharded in `births`; plans are in `dualmesh.plan`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dualmesh.errors import ArrayTypeError
 from dualmesh.partition_spec import P, local_shape
 from dualmesh.plain_models import PlainModels
-from dualmesh_torch import births, units
+from dualmesh_torch import births, private, units
 from dualmesh_torch.assembly import assembled
 
 if TYPE_CHECKING:
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """What compile, FSDP and checkpointing put into a parameter's name."""
+
+FLAT = (
+    "{where}: found a parameter{called} of FullyShardedDataParallel (FSDP1), of which each rank holds a piece of a "
+    "flat tensor that has no layout. Use what FSDP1 has itself (model.clip_grad_norm_(max_norm), its "
+    "summon_full_params and state dicts), or shard by fully_shard(module, mesh=state.fsdp_mesh)."
+)
 
 
 class TorchModels(PlainModels):
@@ -30,7 +37,10 @@ class TorchModels(PlainModels):
     def parameters(self, model: Any) -> list[tuple[str, Any]]:
         if not isinstance(model, nn.Module):
             return super().parameters(model)
-        return [(clean(name), parameter) for name, parameter in model.named_parameters()]
+        found = [(clean(name), parameter) for name, parameter in model.named_parameters()]
+        for name, parameter in found:
+            refuse_flat("plan", parameter, name)
+        return found
 
     def filled(self, model: Any, values: Sequence[Any]) -> Any:
         if not isinstance(model, nn.Module):
@@ -99,3 +109,32 @@ def replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None
     for owner, name, parameter in list(held(module)):
         if parameter in new:
             setattr(owner, name, new[parameter])
+
+
+def named_tensors(where: str, given: Any, path: str | None = None) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Yield (name, tensor) of a module, a tree or any iterable; None where only the place in a list tells it apart.
+
+    *Pure.*
+    """
+    if isinstance(given, nn.Module):
+        yield from ((clean(f"{path or ''}.{name}"), parameter) for name, parameter in given.named_parameters())
+    elif isinstance(given, torch.Tensor):
+        yield path, given
+    elif isinstance(given, Mapping):
+        for key, value in given.items():
+            yield from named_tensors(where, value, f"{path or ''}.{key}")
+    elif isinstance(given, Iterable) and not isinstance(given, str):
+        for one in given:
+            yield from named_tensors(where, one, path)
+    elif given is not None:
+        raise ArrayTypeError(f"{where}: found a {type(given).__qualname__}. Give parameters or a module.")
+
+
+def refuse_flat(where: str, tensor: torch.Tensor, name: str | None = None) -> None:
+    """Refuse a piece of FSDP1's flat parameter, which looks like a plain tensor that ranks hold alike. *Pure.*
+
+    Raises:
+        ArrayTypeError: It is one.
+    """
+    if private.is_fsdp1_shard(tensor):
+        raise ArrayTypeError(FLAT.format(where=where, called="" if name is None else f" {name.strip('.')!r}"))

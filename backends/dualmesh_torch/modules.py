@@ -31,6 +31,12 @@ def scoped(module: nn.Module, name_or_state: str | ParallelState) -> nn.Module:
     return module
 
 
+def scope_of(module: nn.Module) -> str | ParallelState | None:
+    """Return the state, or its name, in which a module was told to run; None where nobody did. *Pure.*"""
+    found: str | ParallelState | None = module.__dict__.get(_STATE)
+    return found
+
+
 def _scoped_class(base: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a module's class that enters the scope; one for all modules of the class."""
     known = [kind for kind in base.__subclasses__() if _MARK in kind.__dict__]

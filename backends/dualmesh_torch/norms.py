@@ -5,7 +5,7 @@ without tensors take part, every rank gets the same bits, and all refuse where o
 `copies`, gradients themselves are in `gradients`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, NonFiniteError
 from dualmesh.topology import Axis
 from dualmesh_torch.copies import Block, Held, blocks_of, first_holders, imbalance, is_here
 from dualmesh_torch.exchanges import exchange
-from dualmesh_torch.models import clean
+from dualmesh_torch.models import named_tensors, refuse_flat
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -32,7 +32,9 @@ def of(state: "TorchState", tree: Any, order: float, axes: tuple[Axis, ...]) -> 
     Raises:
         ArrayTypeError: A leaf is no tensor; where another rank found one, an `ArgumentError`.
     """
-    return _norm(state, "global_norm", lambda: [Held(x, axes, name) for name, x in _named("global_norm", tree)], order)
+    return _norm(
+        state, "global_norm", lambda: [Held(x, axes, name) for name, x in _tensors("global_norm", tree)], order
+    )
 
 
 @torch.no_grad()
@@ -126,11 +128,11 @@ def _over_all(
 
 def _gradients(state: "TorchState", parameters: Any, blocks: Mapping[Axis, Any]) -> Iterator[Held]:
     """Yield the gradients of parameters, each with the axes along which it differs."""
-    names = {parameter: name for name, parameter in _named("clip_grad_norm_", parameters)}
+    names = {parameter: name for name, parameter in _tensors("clip_grad_norm_", parameters)}
     split: dict[torch.Tensor, tuple[Axis, ...]] = {}
     for axis, some in blocks.items():
         state.size(axis)
-        for parameter in dict.fromkeys(found for _, found in _named("clip_grad_norm_", some)):
+        for parameter in dict.fromkeys(found for _, found in _tensors("clip_grad_norm_", some)):
             if parameter not in names:
                 raise ArgumentError(
                     f"clip_grad_norm_: blocks[{axis!r}] has a parameter of shape {tuple(parameter.shape)} that is not "
@@ -143,20 +145,10 @@ def _gradients(state: "TorchState", parameters: Any, blocks: Mapping[Axis, Any])
             yield Held(parameter.grad, split.get(parameter, ()), name)
 
 
-def _named(where: str, given: Any, path: str | None = None) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield (name, tensor) of a module, a tree or any iterable; None where only the place in a list tells it apart."""
-    if isinstance(given, torch.nn.Module):
-        yield from ((clean(f"{path or ''}.{name}"), parameter) for name, parameter in given.named_parameters())
-    elif isinstance(given, torch.Tensor):
-        yield path, given
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
-            yield from _named(where, value, f"{path or ''}.{key}")
-    elif isinstance(given, Iterable) and not isinstance(given, str):
-        for one in given:
-            yield from _named(where, one, path)
-    elif given is not None:
-        raise ArrayTypeError(f"{where}: found a {type(given).__qualname__}. Give parameters or a module.")
+def _tensors(where: str, given: Any) -> Iterator[tuple[str | None, torch.Tensor]]:
+    for name, tensor in named_tensors(where, given):
+        refuse_flat(where, tensor, name)
+        yield name, tensor
 
 
 def _local(where: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,20 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import nn
 from torch._dynamo import exc as dynamo_exc
 from torch._dynamo import utils as dynamo
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import debug
+from torch.nn.parallel import DistributedDataParallel
 
 from dualmesh.errors import BackendError
 
@@ -462,3 +466,130 @@ def wrap_recomputes(bind: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 
     wrapper.dualmesh_made = made  # type: ignore[attr-defined]
     kind.__init__ = wrapper
+
+
+class FSDP2Group(NamedTuple):
+    """Parameters that FSDP2 reduces together."""
+
+    parameters: list[tuple[nn.Parameter, tuple[DeviceMesh, Sequence[Any]] | None]]
+    """Each with the mesh and placements of the DTensor that it was before, if it was one."""
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+    """The dims of the mesh over which gradients are reduced."""
+    refusal: str | None
+    """Why the reduction is no sum, whatever is set."""
+
+
+def fsdp2_groups(module: FSDPModule) -> list[FSDP2Group]:
+    """Return what a unit of FSDP2 reduces (torch 2.11 to 2.13).
+
+    Reason: a parameter shows one mesh in which FSDP's dims and others stand together, and no public question tells
+    which of them its gradient is reduced over
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
+
+    Raises:
+        BackendError: This version of torch does not show it: no gradient could be vouched for.
+    """
+    try:
+        state: Any = module._get_fsdp_state()  # noqa: SLF001
+        one = [] if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # noqa: SLF001
+        groups = [group for group in getattr(state, "_fsdp_param_groups", one) if group is not None]
+        return [_fsdp2_group(group) for group in groups]
+    except AttributeError as error:
+        raise BackendError(
+            f"sum_gradients: torch {torch.__version__} does not show which ranks FSDP2 reduces over ({error}). Use "
+            f"torch 2.11 to 2.13."
+        ) from error
+
+
+def _fsdp2_group(group: Any) -> FSDP2Group:
+    info, parameters = group.mesh_info, []
+    for one in group.fsdp_params:
+        spec = one._unsharded_dtensor_spec if one.is_dtensor else None  # noqa: SLF001
+        before = None if spec is None else (spec.mesh, spec.placements)
+        held = [one.sharded_param, getattr(one, "_unsharded_param", None)]  # the module has one or the other
+        parameters += [(found, before) for found in held if found is not None and found.requires_grad]
+    refusal = None
+    if not (group.reduce_grads and group.all_reduce_grads):
+        refusal = "its reduction is switched off. Call set_requires_gradient_sync(True) before"
+    elif group._all_reduce_hook is not None:  # noqa: SLF001
+        refusal = "set_all_reduce_hook gave it a hook, which may do anything. Shard over a mesh with all the ranks"
+    elif not type(group._reduce_scatter_comm).__module__.startswith("torch."):  # noqa: SLF001
+        refusal = "set_custom_reduce_scatter gave it a reduction of its own. Leave it out"
+    dims = tuple(dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None)
+    return FSDP2Group(parameters, info.mesh, dims, refusal)
+
+
+class FSDP1Unit(NamedTuple):
+    """What one `FullyShardedDataParallel` reduces."""
+
+    parameters: list[nn.Parameter]
+    groups: tuple[Group, ...]
+    refusal: str | None
+    make_sum: Callable[[], None]
+
+
+def fsdp1_unit(module: FullyShardedDataParallel) -> FSDP1Unit | None:
+    """Return what a module of FSDP1 reduces, without those inside it; None where it has no parameters of its own.
+
+    Reason: its divisors have no public name, and a hook is for the root and some strategies only
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_runtime_utils.py, `_reduce_grad`; torch
+    2.11 to 2.13).
+
+    Raises:
+        BackendError: This version of torch does not show it.
+    """
+    unit: Any = module
+    try:
+        if unit._handle is None:  # noqa: SLF001
+            return None
+        flat = unit._handle.flat_param  # noqa: SLF001
+        own = [flat] if flat._params is None else [*flat._params, *flat._shared_params]  # noqa: SLF001
+        hook, _, _ = unit._comm_hook, unit._gradient_predivide_factor, unit._gradient_postdivide_factor  # noqa: SLF001
+        groups = (unit.process_group, getattr(unit, "_inter_node_pg", None))
+    except AttributeError as error:
+        raise BackendError(
+            f"sum_gradients: torch {torch.__version__} does not show what FullyShardedDataParallel divides by "
+            f"({error}). Use fully_shard."
+        ) from error
+
+    def make_sum() -> None:
+        unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0  # noqa: SLF001
+
+    refusal = None if hook is None else "it has a communication hook. Leave it out"
+    wanted = [parameter for parameter in dict.fromkeys(own) if parameter.requires_grad]
+    return FSDP1Unit(wanted, tuple(group for group in groups if group is not None), refusal, make_sum)
+
+
+def is_fsdp1_shard(x: torch.Tensor) -> bool:
+    """Tell whether a parameter is a piece of FSDP1's flat one. Reason: it looks like any plain tensor."""
+    return getattr(x, "_fsdp_flattened", False) is True
+
+
+def ddp_refusal(module: DistributedDataParallel, wanted: Sequence[torch.Tensor], *, is_summed: bool) -> str | None:
+    """Say why DDP does not reduce the parameters wanted by a plain sum; None where it can.
+
+    Reason: which parameters its reducer has, and which hooks, has no public name (torch 2.11 to 2.13). Without the
+    names nothing is refused here; a second hook is refused by torch itself.
+    """
+    if getattr(module, "_comm_hooks", ()) and not is_summed:
+        return "it has a communication hook already. Leave it out, or DDP's mixed precision"
+    if getattr(module, "_delay_all_reduce_params", ()):
+        return "it was given delay_all_reduce_named_params, which it averages. Leave them out"
+    known = {id(parameter) for parameter in getattr(module, "_module_parameters", wanted)}
+    if not {id(parameter) for parameter in wanted} <= known:
+        return "its module has parameters that came after it was made. Make it anew, after all changes to the module"
+    find: Callable[[], dict[str, Any]] = getattr(module, "_get_ddp_logging_data", dict)
+    count = find().get("num_parameter_tensors", len(wanted))
+    if count != len(wanted):
+        return (
+            f"it was made when {count} parameters needed gradients, and {len(wanted)} do now. Make it anew after "
+            f"changing requires_grad"
+        )
+    return None
+
+
+def is_composable_ddp(module: nn.Module) -> bool:
+    """Tell whether torch's composable `replicate` wraps a module. Reason: it shows by a private class only."""
+    found = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    return found is not None and isinstance(module, found)

@@ -19,7 +19,7 @@ from dualmesh.roles import expanded
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import borrowed, boundary, gradients, norms, scope
+from dualmesh_torch import borrowed, boundary, gradients, norms, reductions, scope
 from dualmesh_torch.arrays import TorchArrays, tensor_of
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.captures import refuse_captured
@@ -106,8 +106,10 @@ class TorchPrograms(Programs):
     def remat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return scope.remat(fn)
 
-    def sum_gradients(self, model: Any) -> None:
-        gradients.make_sums(model)
+    def sum_gradients(
+        self, model: Any, axis: Axis | None = None, unwrapped: Any = (), blocks: Mapping[Axis, Any] | None = None
+    ) -> None:
+        reductions.make_sums(model, self._state, axis, unwrapped, blocks)
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:
         return gradients.synced(params, self._state.party(axis))

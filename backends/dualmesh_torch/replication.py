@@ -23,7 +23,7 @@ def check_replicated(state: "TorchState", arrays: Sequence[DTensor], specs: Sequ
     Raises:
         ShardingError: They differ; the message names two ranks. Raised on every rank.
     """
-    found = [_digest(x.to_local().detach()) for x in arrays]
+    found = [digest_of(x.to_local().detach()) for x in arrays]
     everywhere = state.host.all_gather(found, "world") if state.world_size > 1 else [found]
     for place, (x, spec) in enumerate(zip(arrays, specs, strict=True)):
         if spec.partial:
@@ -41,6 +41,7 @@ def check_replicated(state: "TorchState", arrays: Sequence[DTensor], specs: Sequ
                 )
 
 
-def _digest(block: torch.Tensor) -> str:
+def digest_of(block: torch.Tensor) -> str:
+    """Return what tells the bytes of a block from others. *Local.*"""
     flat = block.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()

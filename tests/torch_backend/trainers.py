@@ -124,7 +124,8 @@ def network(wrapping, *, compiled=False):
         sharded(net, state)
     if wrapping == "ddp":
         net = DistributedDataParallel(net, process_group=state.group("dp_sp"))
-    dm.sum_gradients(net)
+    if wrapping != "plain":
+        dm.sum_gradients(net)
     return net
 
 

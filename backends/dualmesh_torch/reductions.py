@@ -1,0 +1,363 @@
+"""The gradient reductions of wrappers, made plain sums over exactly the ranks that must be summed, or refused.
+
+A gradient is a sum over all ranks whose tokens differ (the role "loss") and that hold the same block of the parameter.
+What a wrapper reduces over is read from the wrapper, not from how it was made; gradients of arrays are in `gradients`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
+from dualmesh.registry import registry
+from dualmesh.topology import Axis
+from dualmesh_torch import private
+from dualmesh_torch.copies import is_split, left_out_axes, ranks_along
+from dualmesh_torch.models import clean, named_tensors
+from dualmesh_torch.modules import scope_of
+from dualmesh_torch.replication import digest_of
+
+if TYPE_CHECKING:
+    from dualmesh_torch.state import TorchState
+
+Runs = tuple[tuple[int, ...], ...]
+
+UNWRAPPED = (
+    "sum_gradients: no wrapper reduces the gradient of {paths}, and in {label} tokens differ along {axes}, over the "
+    "ranks {ranks}. Wrap first and call this last: fully_shard(module, mesh=state.fsdp_mesh), for example. Parameters "
+    "that dm.sync_gradients sums after every backward are named: dm.sum_gradients(model, unwrapped=parameters)."
+)
+WRONG_RANKS = (
+    "sum_gradients: {wrapper} sums the gradient of {path!r} over {found}, but in {label} it is a sum over the ranks "
+    "{ranks}, along {axes}: there tokens differ{split}. Wrap over all of them: state.fsdp_mesh for FSDP2, "
+    "state.group({axes_code}) for DDP. Of a parameter that differs along an axis say so: "
+    "dm.sum_gradients(model, blocks={{axis: parameters}}). Of a part that runs in another state, dm.scoped says so."
+)
+REPEATED = (
+    "sum_gradients: the gradient of {path!r} is reduced by {first} and by {second}, which counts ranks twice. Wrap "
+    "each module once."
+)
+NO_SUM = "sum_gradients: {wrapper} cannot be made a plain sum: {reason}."
+LIKE_COPIES = (
+    "sum_gradients: {wrapper} leaves out {axes}, where each index is taken to have experts of its own, but {path!r} "
+    "{found} there. A copy must be summed over {axes} too: wrap it over state.fsdp_mesh, in a unit of its own. If each "
+    "index does have its own, say so: dm.sum_gradients(model, blocks={{{axis!r}: parameters}})."
+)
+ELSEWHERE = "sum_gradients: another rank of {label} refused the same model; its error says why. Nothing was changed."
+
+
+class Managed(NamedTuple):
+    """A parameter that a wrapper reduces."""
+
+    parameter: nn.Parameter
+    before: tuple[DeviceMesh, Sequence[Any]] | None = None
+    """The mesh and placements of the DTensor that it is for the wrapper, if it is one."""
+
+
+class Reduction(NamedTuple):
+    """What one wrapper does to gradients."""
+
+    wrapper: str
+    """What it is called in messages."""
+    parameters: tuple[Managed, ...]
+    runs: Runs
+    """The ranks that it reduces over, one list for each of its reductions."""
+    mesh: DeviceMesh | None
+    refusal: str | None
+    """Why it cannot be made a sum, or None."""
+    make_sum: Callable[[], None]
+
+
+class _Place(NamedTuple):
+    """Where a parameter is used, and in which state."""
+
+    path: str
+    state: "TorchState"
+
+
+def make_sums(
+    model: Any, state: "TorchState", axis: Axis | None, unwrapped: Any, blocks: Mapping[Axis, Any] | None
+) -> None:
+    """Make the gradient reductions of the wrappers in a model plain sums; see `dualmesh.sum_gradients`.
+
+    *Local*, or collective along the axes that an expert's unit leaves out where that holds plain tensors. Nothing is
+    changed where something is refused.
+
+    Raises:
+        ArrayTypeError: The model is no module.
+        ShardingError: A gradient would not be the sum over the right ranks.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArrayTypeError(f"sum_gradients: found a {type(model).__qualname__}. Give a torch module.")
+    left = {parameter for _, parameter in named_tensors("sum_gradients", unwrapped)}
+    split: dict[torch.Tensor, list[Axis]] = {}
+    for along, some in (blocks or {}).items():
+        state.size(along)
+        for _, parameter in named_tensors("sum_gradients", some):
+            split.setdefault(parameter, []).append(along)
+    places = _places(model, state)
+    found = list(_reductions(model))
+    doubtful: list[tuple[Reduction, Managed, _Place, tuple[str, ...]]] = []
+    refusal: Exception | None = None
+    try:
+        _refuse_wrong_cover(found, places, left, axis)
+        for reduction in found:
+            for managed in reduction.parameters:
+                for place in places.get(managed.parameter, ()):
+                    out = _check_ranks(reduction, managed, place, axis, split.get(managed.parameter, []))
+                    if out:
+                        doubtful.append((reduction, managed, place, out))
+    except (ArgumentError, ShardingError) as error:  # said when the others know, so that nobody waits for this rank
+        refusal = error
+    _refuse_copies(doubtful, refusal)
+    for reduction in found:
+        reduction.make_sum()
+
+
+def _places(model: nn.Module, state: "TorchState") -> dict[torch.Tensor, list[_Place]]:
+    """Return where every parameter that needs a gradient is used; a part that `dm.scoped` scoped has its own state."""
+    found: dict[torch.Tensor, list[_Place]] = {}
+    seen: set[tuple[nn.Module, int]] = set()
+
+    def walk(module: nn.Module, path: str, ambient: "TorchState") -> None:
+        scope = scope_of(module)
+        own: Any = ambient if scope is None else registry.get(scope) if isinstance(scope, str) else scope
+        if (module, id(own)) in seen:
+            return
+        seen.add((module, id(own)))
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(parameter, []).append(_Place(clean(f"{path}.{name}" if path else name), own))
+        for name, child in module.named_children():
+            walk(child, f"{path}.{name}" if path else name, own)
+
+    walk(model, "", state)
+    return found
+
+
+def _refuse_wrong_cover(
+    found: Sequence[Reduction], places: Mapping[torch.Tensor, list[_Place]], left: set[torch.Tensor], axis: Axis | None
+) -> None:
+    """Refuse parameters that no wrapper reduces, or two do, and wrappers that do something else than to sum."""
+    by: dict[torch.Tensor, Reduction] = {}
+    for reduction in found:
+        if reduction.refusal is not None and reduction.parameters:
+            raise ShardingError(NO_SUM.format(wrapper=reduction.wrapper, reason=reduction.refusal))
+        for managed in reduction.parameters:
+            first = by.setdefault(managed.parameter, reduction)
+            path = next((place.path for place in places.get(managed.parameter, ())), "?")
+            if first is not reduction:
+                raise ShardingError(REPEATED.format(path=path, first=first.wrapper, second=reduction.wrapper))
+            if managed.parameter in left:
+                raise ArgumentError(
+                    f"sum_gradients: unwrapped= has {path!r}, whose gradient {reduction.wrapper} reduces. Leave it out "
+                    f"of unwrapped=, and out of dm.sync_gradients.",
+                    path=path,
+                )
+    bare = [
+        place
+        for parameter, some in places.items()
+        if parameter not in by and parameter not in left
+        for place in some
+        if len(_token_ranks(place.state, axis)) > 1
+    ]
+    if bare:
+        where = bare[0].state
+        axes, ranks = listed(_large_axes(where, axis)), listed(_token_ranks(where, axis))
+        paths = listed([place.path for place in bare[:4]]) + (f" and {len(bare) - 4} more" if len(bare) > 4 else "")
+        raise ShardingError(UNWRAPPED.format(paths=paths, label=where.label, axes=axes, ranks=ranks))
+
+
+def _check_ranks(
+    reduction: Reduction, managed: Managed, place: _Place, axis: Axis | None, split: Sequence[Axis]
+) -> tuple[str, ...]:
+    """Refuse a reduction over other ranks than it must be; return the axes along which it is taken to be split.
+
+    Each of these is an axis of an expert's view that nothing but the wrapper's mesh says anything of.
+    """
+    state, tokens = place.state, _token_ranks(place.state, axis)
+    own = state.own_rank()
+    runs, told = list(reduction.runs), list[str]()
+    beside = [] if managed.before is None else _split_runs(*managed.before)
+    beside += [(name if isinstance(name, str) else "_".join(name), state.ranks(name)) for name in split]
+    for name, along in beside:
+        if set(along) & set(tokens) != {own}:  # tensor parallel axes split, but their ranks have the same tokens
+            runs.append(along)
+            told.append(name)
+    if _tiles(runs, tokens, own):
+        return ()
+    out = _left_out(reduction, managed, state)
+    if out and _tiles([*runs, *(state.ranks(name) for name in out)], tokens, own):
+        return out
+    found = " and ".join(f"the ranks {listed(run)}" for run in reduction.runs) or "this rank alone"
+    axes = _large_axes(state, axis)
+    raise ShardingError(
+        WRONG_RANKS.format(
+            **{"wrapper": reduction.wrapper, "path": place.path, "found": found, "label": state.label},
+            **{"ranks": listed(tokens), "axes": listed(axes), "axes_code": repr(axes[0] if len(axes) == 1 else axes)},
+            split=f", and it is split along {listed(told)}" if told else "",
+        ),
+        path=place.path,
+        ranks=tokens,
+    )
+
+
+def _token_axes(state: "TorchState", axis: Axis | None) -> tuple[str, ...]:
+    if axis is None:
+        return state.topology.role("loss") if state.world_size > 1 or "loss" in state.topology.spec.roles else ()
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _large_axes(state: "TorchState", axis: Axis | None) -> tuple[str, ...]:
+    axes = _token_axes(state, axis)
+    return tuple(name for name in axes if state.size(name) > 1) or axes
+
+
+def _token_ranks(state: "TorchState", axis: Axis | None) -> tuple[int, ...]:
+    axes = _token_axes(state, axis)
+    return state.ranks(axes) if axes else (state.own_rank(),)
+
+
+def _split_runs(mesh: DeviceMesh, placements: Sequence[Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return (name, ranks) of every mesh dim along which each index has another part."""
+    names = mesh.mesh_dim_names or [f"dim {n}" for n in range(mesh.ndim)]
+    dims = [n for n, placement in enumerate(placements) if is_split(placement)]
+    return [(names[n], tuple(ranks_along(mesh, [m == n for m in range(mesh.ndim)]))) for n in dims]
+
+
+def _tiles(runs: Sequence[Sequence[int]], tokens: Sequence[int], own: int) -> bool:
+    """Tell whether lists of ranks, one for each dim of a grid, make up the ranks that differ in tokens."""
+    large = [set(run) for run in runs if len(run) > 1]
+    is_grid = all(one & other == {own} for one, other in combinations(large, 2))
+    return is_grid and all(run <= set(tokens) for run in large) and prod(map(len, large)) == len(tokens)
+
+
+def _left_out(reduction: Reduction, managed: Managed, state: "TorchState") -> tuple[str, ...]:
+    """Return the axes of a view that its wrapper's mesh leaves out and nothing else says anything of."""
+    if reduction.mesh is None:
+        return ()
+    out = [axis for axis in left_out_axes(state, reduction.mesh) if state.size(axis) > 1]
+    said = () if managed.before is None else managed.before[0].mesh_dim_names or ()
+    return () if any(state.meshes.dim_name(axis) in said for axis in out) else tuple(out)
+
+
+def _refuse_copies(
+    doubtful: Sequence[tuple[Reduction, Managed, _Place, tuple[str, ...]]], refusal: Exception | None
+) -> None:
+    """Refuse what is taken for experts of each index, but is alike on two. *Collective along the axes left out.*
+
+    What was refused before is raised when all ranks know.
+    """
+    places = {(id(place.state), out): (place.state, out) for _, _, place, out in doubtful}
+    wrong: Exception | None = None
+    for state, out in places.values():
+        mine = [one for one in doubtful if one[2].state is state and one[3] == out]
+        numbers = [_digest(managed.parameter) for _, managed, _, _ in mine]
+        for_all = state.host.all_gather((numbers, refusal is not None), out)
+        if any(is_refused for _, is_refused in for_all):
+            wrong = ArgumentError(ELSEWHERE.format(label=state.label))
+            continue
+        columns = list(zip(*(theirs for theirs, _ in for_all), strict=False))
+        for (reduction, _, place, _), column in zip(mine, columns, strict=False):
+            kinds = [one for one in column if one != ""]
+            if len(set(kinds)) < len(kinds) or None in kinds:
+                found = "has no values yet that could tell" if None in kinds else "has the same values on two"
+                words = {"wrapper": reduction.wrapper, "axes": listed(out), "axis": out[0] if len(out) == 1 else out}
+                wrong = wrong or ShardingError(
+                    LIKE_COPIES.format(path=place.path, found=found, **words), path=place.path
+                )
+    if refusal is not None or wrong is not None:
+        raise refusal or wrong  # type: ignore[misc]
+
+
+def _digest(parameter: torch.Tensor) -> str | None:
+    """Return what tells the values of a shard from others; "" for none, None where there is no memory yet."""
+    block = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if block.is_meta:
+        return None
+    return digest_of(block.detach()) if block.numel() else ""
+
+
+def _reductions(model: nn.Module) -> Iterator[Reduction]:
+    for path, module in model.named_modules():
+        where = f" {clean(path)!r}" if clean(path) else ""
+        if isinstance(module, FSDPModule):
+            yield from _of_fsdp2(module, where)
+        elif isinstance(module, FullyShardedDataParallel):
+            yield from _of_fsdp1(module, where)
+        elif isinstance(module, DistributedDataParallel):
+            yield _of_ddp(module, where)
+        elif private.is_composable_ddp(module):
+            parameters = tuple(Managed(parameter) for parameter in module.parameters() if parameter.requires_grad)
+            reason = (
+                "it averages in a DistributedDataParallel that exists from the first forward on. Use "
+                "DistributedDataParallel, or torch.distributed.fsdp.fully_shard"
+            )
+            yield Reduction(f"replicate(){where}", parameters, (), None, reason, _nothing)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _of_fsdp2(module: FSDPModule, where: str) -> Iterator[Reduction]:
+    def make_sum() -> None:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    for group in private.fsdp2_groups(module):
+        runs = tuple(tuple(ranks_along(group.mesh, [n == dim for n in range(group.mesh.ndim)])) for dim in group.dims)
+        parameters = tuple(Managed(*one) for one in group.parameters)
+        yield Reduction(f"the FSDP2 unit{where}", parameters, runs, group.mesh, group.refusal, make_sum)
+
+
+def _of_fsdp1(module: FullyShardedDataParallel, where: str) -> Iterator[Reduction]:
+    unit = private.fsdp1_unit(module)
+    if unit is not None:
+        parameters = tuple(Managed(parameter) for parameter in unit.parameters)
+        runs = tuple(_ranks_of(group) for group in unit.groups)
+        yield Reduction(f"FullyShardedDataParallel{where}", parameters, runs, None, unit.refusal, unit.make_sum)
+
+
+def _of_ddp(module: DistributedDataParallel, where: str) -> Reduction:
+    held = [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
+    ]
+
+    def make_sum() -> None:
+        if getattr(module, "dualmesh_sums", False):
+            return
+        try:
+            module.register_comm_hook(module.process_group, _summed_bucket)
+        except RuntimeError as error:
+            reason = f"it has a communication hook already ({error})"
+            raise ShardingError(NO_SUM.format(wrapper=f"DistributedDataParallel{where}", reason=reason)) from error
+        module.dualmesh_sums = True  # type: ignore[assignment]
+
+    refusal = private.ddp_refusal(module, held, is_summed=getattr(module, "dualmesh_sums", False))
+    runs = (_ranks_of(module.process_group),)
+    return Reduction(f"DistributedDataParallel{where}", tuple(map(Managed, held)), runs, None, refusal, make_sum)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _summed_bucket(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, group=group, async_op=True)
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
