@@ -147,6 +147,9 @@ def sum_gradients(
         ShardingError: A gradient would not be the sum over the right ranks.
     """
     owner = meant("sum_gradients", state)
+    owner.require_live("sum_gradients")
+    if axis is not None:
+        owner.size(axis)
     if blocks is not None and not isinstance(blocks, Mapping):
         raise ArgumentError(f"sum_gradients: blocks={blocks!r}. Give a dict of axes to parameters.", blocks=blocks)
     if isinstance(unwrapped, Iterator):

@@ -50,6 +50,11 @@ def token_axes(topology: Topology) -> tuple[str, ...]:
     return (*lists, *(axis for axis in topology.base_axes if carries(axis)))
 
 
+def has_token_roles(topology: Topology) -> bool:
+    """Tell whether the spec says along which axes tokens differ, be it none. *Pure.*"""
+    return any(part in topology.spec.roles for part in TOKEN_ROLES)
+
+
 def param_axes(topology: Topology, view: str | None = None) -> tuple[str, ...]:
     """Return the axes that shard parameters: of a view, those that lie on it; () where none is said. *Pure.*
 

@@ -82,7 +82,7 @@ class JaxPrograms(Programs):
 
         return program
 
-    def sum_gradients(self, model: Any) -> None:
+    def sum_gradients(self, model: Any, **_: Any) -> None:
         """Nothing to do: JAX has no wrappers that reduce gradients."""
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:

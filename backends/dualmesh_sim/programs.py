@@ -73,7 +73,7 @@ class SimPrograms(Programs):
     def remat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
-    def sum_gradients(self, model: Any) -> None:
+    def sum_gradients(self, model: Any, **_: Any) -> None:
         """Nothing to do: numpy has no wrappers that reduce gradients."""
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:

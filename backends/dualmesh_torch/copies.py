@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import combinations
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.registry import registry
+from dualmesh.roles import expanded
 from dualmesh.topology import Axis
 from dualmesh_torch import private
 
@@ -111,6 +114,17 @@ def first_holders(where: str, state: "TorchState", blocks: Sequence[Block]) -> l
     return [first[_number_of(block.label)][0] == here for block in blocks]
 
 
+def make_up(runs: Iterable[Sequence[int]], ranks: Sequence[int], own: int) -> bool:
+    """Tell whether lists of ranks, one for each dim of a grid around a rank, make up exactly some ranks. *Pure.*
+
+    >>> make_up([(0, 2), (0, 1)], (0, 1, 2, 3), own=0), make_up([(0, 2)], (0, 1, 2, 3), own=0)
+    (True, False)
+    """
+    large = [set(run) for run in runs if len(run) > 1]
+    is_grid = all(one & other == {own} for one, other in combinations(large, 2))
+    return is_grid and all(run <= set(ranks) for run in large) and prod(map(len, large)) == len(ranks)
+
+
 def is_split(placement: Any) -> bool:
     """Tell whether each index of a mesh dim has another part. *Pure.*"""
     return placement.is_shard() or private.split_factor_of(placement) is not None
@@ -203,9 +217,37 @@ def left_out_axes(state: "TorchState", mesh: DeviceMesh) -> tuple[str, ...]:
 
     *Pure.*
     """
-    names, called = set(mesh.mesh_dim_names or ()), state.meshes.dim_name
-    for _, view in state.topology.spec.named_views:
-        present = [axis for axis in view.axes if {called(axis), called(f"{axis}.0")} & names]
-        if present:
-            return tuple(axis for axis in view.axes if axis not in present)
-    return ()
+    names = mesh.mesh_dim_names or ()
+    view = view_of(state, names)
+    if view is None:
+        return ()
+    return tuple(axis for axis in state.topology.spec.views[view].axes if not _names_of(state, axis) & set(names))
+
+
+def view_of(state: "TorchState", names: Iterable[str]) -> str | None:
+    """Return the view of which one of some mesh dims is an axis, or None. *Pure.*"""
+    named = set(names)
+    for name, view in state.topology.spec.named_views:
+        if any(_names_of(state, axis) & named for axis in view.axes):
+            return name
+    return None
+
+
+def _names_of(state: "TorchState", axis: str) -> set[str]:
+    """Return what the dims of meshes along an axis may be called: whole, or by its first part."""
+    return {state.meshes.dim_name(axis), state.meshes.dim_name(f"{axis}.0")}
+
+
+def summed_ranks(state: "TorchState", axes: Axis, view: str | None) -> tuple[tuple[int, ...], ...]:
+    """Return over which ranks gradients may have to be summed: those that differ in tokens. *Pure.*
+
+    Experts whose view spans other axes too, tensor parallel ones say, get the tokens that these split among them.
+    """
+    tokens = state.ranks(axes) if axes else (state.own_rank(),)
+    if view is None:
+        return (tokens,)
+    topology = state.topology
+    over = expanded(topology, topology.spec.views[view].over)
+    loss = expanded(topology, (axes,) if isinstance(axes, str) else axes)
+    wide = tuple(name for name in topology.base_axes if name in {*over, *loss})
+    return (tokens,) if set(over) <= set(loss) else (tokens, state.ranks(wide))

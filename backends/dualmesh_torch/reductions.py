@@ -5,8 +5,6 @@ What a wrapper reduces over is read from the wrapper, not from how it was made; 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.registry import registry
+from dualmesh.roles import has_token_roles, token_axes
 from dualmesh.topology import Axis
 from dualmesh_torch import private
-from dualmesh_torch.copies import is_split, left_out_axes, ranks_along
+from dualmesh_torch.copies import is_split, left_out_axes, make_up, ranks_along, summed_ranks, view_of
 from dualmesh_torch.models import clean, named_tensors
 from dualmesh_torch.modules import scope_of
 from dualmesh_torch.replication import digest_of
@@ -173,7 +172,8 @@ def _refuse_wrong_cover(
     if bare:
         where = bare[0].state
         axes, ranks = listed(_large_axes(where, axis)), listed(_token_ranks(where, axis))
-        paths = listed([place.path for place in bare[:4]]) + (f" and {len(bare) - 4} more" if len(bare) > 4 else "")
+        more = f" and {len(bare) - 4} more" if len(bare) > 4 else ""
+        paths = listed([repr(place.path) for place in bare[:4]]) + more
         raise ShardingError(UNWRAPPED.format(paths=paths, label=where.label, axes=axes, ranks=ranks))
 
 
@@ -184,20 +184,20 @@ def _check_ranks(
 
     Each of these is an axis of an expert's view that nothing but the wrapper's mesh says anything of.
     """
-    state, tokens = place.state, _token_ranks(place.state, axis)
-    own = state.own_rank()
-    runs, told = list(reduction.runs), list[str]()
+    state, own = place.state, place.state.own_rank()
     beside = [] if managed.before is None else _split_runs(*managed.before)
-    beside += [(name if isinstance(name, str) else "_".join(name), state.ranks(name)) for name in split]
-    for name, along in beside:
-        if set(along) & set(tokens) != {own}:  # tensor parallel axes split, but their ranks have the same tokens
-            runs.append(along)
-            told.append(name)
-    if _tiles(runs, tokens, own):
-        return ()
+    beside += [("_".join(_names(name)), state.ranks(name)) for name in split]
+    names = () if reduction.mesh is None else reduction.mesh.mesh_dim_names or ()
     out = _left_out(reduction, managed, state)
-    if out and _tiles([*runs, *(state.ranks(name) for name in out)], tokens, own):
-        return out
+    wanted = summed_ranks(state, _token_axes(state, axis), view_of(state, (*names, *(name for name, _ in beside))))
+    for tokens in wanted:
+        # Tensor parallel axes split too, but their ranks have the same tokens.
+        runs = [*reduction.runs, *(along for _, along in beside if set(along) & set(tokens) != {own})]
+        if make_up(runs, tokens, own):
+            return ()
+        if out and make_up([*runs, *map(state.ranks, out)], tokens, own):
+            return out
+    tokens, told = wanted[0], [name for name, along in beside if set(along) & set(wanted[0]) != {own}]
     found = " and ".join(f"the ranks {listed(run)}" for run in reduction.runs) or "this rank alone"
     axes = _large_axes(state, axis)
     raise ShardingError(
@@ -211,10 +211,16 @@ def _check_ranks(
     )
 
 
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
 def _token_axes(state: "TorchState", axis: Axis | None) -> tuple[str, ...]:
     if axis is None:
-        return state.topology.role("loss") if state.world_size > 1 or "loss" in state.topology.spec.roles else ()
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+        if state.world_size > 1 and not has_token_roles(state.topology):
+            state.topology.role("loss")  # refuses, and says how to declare it
+        return token_axes(state.topology)
+    return _names(axis)
 
 
 def _large_axes(state: "TorchState", axis: Axis | None) -> tuple[str, ...]:
@@ -232,13 +238,6 @@ def _split_runs(mesh: DeviceMesh, placements: Sequence[Any]) -> list[tuple[str, 
     names = mesh.mesh_dim_names or [f"dim {n}" for n in range(mesh.ndim)]
     dims = [n for n, placement in enumerate(placements) if is_split(placement)]
     return [(names[n], tuple(ranks_along(mesh, [m == n for m in range(mesh.ndim)]))) for n in dims]
-
-
-def _tiles(runs: Sequence[Sequence[int]], tokens: Sequence[int], own: int) -> bool:
-    """Tell whether lists of ranks, one for each dim of a grid, make up the ranks that differ in tokens."""
-    large = [set(run) for run in runs if len(run) > 1]
-    is_grid = all(one & other == {own} for one, other in combinations(large, 2))
-    return is_grid and all(run <= set(tokens) for run in large) and prod(map(len, large)) == len(tokens)
 
 
 def _left_out(reduction: Reduction, managed: Managed, state: "TorchState") -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dualmesh.errors import ShardingError, listed
 from dualmesh.partition_spec import P, split_axes
 from dualmesh.paths import Pattern
-from dualmesh.roles import expanded, param_axes, replica_axes
+from dualmesh.roles import expanded, has_token_roles, param_axes, replica_axes, token_axes
 from dualmesh.topology import Axis
+from dualmesh_torch.copies import make_up, summed_ranks
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -36,6 +37,12 @@ SPANNED = (
 MIXED = (
     "apply: the unit {unit!r} holds parameters for two meshes: {first!r} is split over {one}, {second!r} over {other}. "
     "Make a unit of its own of the module that holds the second, for example units=('**.experts', ...)."
+)
+NOT_SUMMED = (
+    "apply: {path!r} has {spec!r}, and in the unit {unit!r} FSDP2 sums its gradient over {axes}, the ranks {found}, "
+    "but in {label} it is a sum over the ranks {ranks}: tokens differ along {tokens}. Name in the spec what else it is split "
+    "over, or make its module a unit of its own that FSDP2 splits over the usual axes: {usual}. What is never trained "
+    "is not asked: requires_grad_(False) before."
 )
 AGAINST = (
     "apply: {path!r} has {spec!r}, which splits dim {dim} over {axes} against mesh order. FSDP2 takes them in the "
@@ -70,10 +77,16 @@ def wrapped(
     chosen = list(_chosen(model, units, clean))
     plans = []
     managed: set[nn.Parameter] = set()
+    names: dict[nn.Parameter, str] = {}
     for path, unit, asked in chosen:
         own = {clean(f"{path}.{name}" if path else name): p for name, p in unit.named_parameters() if p not in managed}
         managed |= set(own.values())
+        names |= {parameter: where for where, parameter in own.items()}
         plans.append((unit, _plan(path, {where: (p, specs[p]) for where, p in own.items()}, asked, state)))
+    for (path, _, _), (_, splits) in zip(chosen, plans, strict=True):
+        for parameter, split in splits.items():
+            if parameter.requires_grad:
+                _refuse_other_sums(path, names[parameter], specs[parameter], split, state)
     for unit, splits in plans:
         _wrap(unit, splits, state)
     return model
@@ -152,6 +165,32 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
             spec=spec,
         )
     return _Split(named, dim or 0, before, view)
+
+
+def _refuse_other_sums(unit: str, path: str, spec: P, split: _Split, state: "TorchState") -> None:
+    """Refuse a parameter whose gradient FSDP2 would not sum over exactly the ranks whose tokens differ."""
+    topology = state.topology
+    if not has_token_roles(topology):
+        return  # nobody can tell: `sum_gradients` asks for the role
+    own = state.own_rank()
+    kept = expanded(topology, replica_axes(topology, split.view))
+    reduced = (*kept, *split.axes)
+    runs = [state.ranks(axes) for axes in (kept, split.axes) if axes]
+    wanted = summed_ranks(state, token_axes(topology), split.view)
+    # Tensor parallel axes split too, but their ranks have the same tokens.
+    beside = [[ranks for ranks in map(state.ranks, split.before) if set(ranks) & set(some) != {own}] for some in wanted]
+    if not any(make_up([*runs, *more], some, own) for more, some in zip(beside, wanted, strict=True)):
+        tokens, named = wanted[0], (reduced, token_axes(topology))
+        large = [[name for name in axes if topology.size(name) > 1] or axes for axes in named]
+        raise ShardingError(
+            NOT_SUMMED.format(
+                **{"unit": unit, "path": path, "spec": spec, "label": state.label, "ranks": listed(tokens)},
+                **{"axes": listed(large[0]), "tokens": listed(large[1]), "usual": listed(param_axes(topology))},
+                found=listed(sorted({rank for run in runs for rank in run})),
+            ),
+            path=path,
+            spec=spec,
+        )
 
 
 def _wrap(unit: nn.Module, splits: Mapping[nn.Parameter, _Split], state: "TorchState") -> None:
