@@ -21,7 +21,7 @@ from torch._dynamo import utils as dynamo
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import debug
 from torch.nn.parallel import DistributedDataParallel
 
@@ -557,6 +557,8 @@ def fsdp1_unit(module: FullyShardedDataParallel) -> FSDP1Unit | None:
         unit._gradient_predivide_factor = unit._gradient_postdivide_factor = 1.0  # noqa: SLF001
 
     refusal = None if hook is None else "it has a communication hook. Leave it out"
+    if unit.sharding_strategy is ShardingStrategy.NO_SHARD and unit.process_group.size() > 1:
+        refusal = "with NO_SHARD it reduces again what earlier backwards left. Use DistributedDataParallel"
     wanted = [parameter for parameter in dict.fromkeys(own) if parameter.requires_grad]
     return FSDP1Unit(wanted, tuple(group for group in groups if group is not None), refusal, make_sum)
 

@@ -4,6 +4,7 @@ A gradient is a sum over all ranks whose tokens differ (the role "loss") and tha
 What a wrapper reduces over is read from the wrapper, not from how it was made; gradients of arrays are in `gradients`.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +47,10 @@ REPEATED = (
     "each module once."
 )
 NO_SUM = "sum_gradients: {wrapper} cannot be made a plain sum: {reason}."
+SORTED = (
+    "its mesh has the ranks {mesh} along a dim whose group has them as {found}, so that replicas of different "
+    "shards are added up. Use state.fsdp_mesh, or DeviceMesh.from_group over groups in the order of the mesh"
+)
 LIKE_COPIES = (
     "sum_gradients: {wrapper} leaves out {axes}, where each index is taken to have experts of its own, but {path!r} "
     "{found} there. A copy must be summed over {axes} too: wrap it over state.fsdp_mesh, in a unit of its own. If each "
@@ -108,7 +113,7 @@ def make_sums(
     doubtful: list[tuple[Reduction, Managed, _Place, tuple[str, ...]]] = []
     refusal: Exception | None = None
     try:
-        _refuse_wrong_cover(found, places, left, axis)
+        _refuse_wrong_cover(found, places, left, axis, split)
         for reduction in found:
             for managed in reduction.parameters:
                 for place in places.get(managed.parameter, ()):
@@ -144,7 +149,11 @@ def _places(model: nn.Module, state: "TorchState") -> dict[torch.Tensor, list[_P
 
 
 def _refuse_wrong_cover(
-    found: Sequence[Reduction], places: Mapping[torch.Tensor, list[_Place]], left: set[torch.Tensor], axis: Axis | None
+    found: Sequence[Reduction],
+    places: Mapping[torch.Tensor, list[_Place]],
+    left: set[torch.Tensor],
+    axis: Axis | None,
+    split: Mapping[torch.Tensor, Sequence[Axis]],
 ) -> None:
     """Refuse parameters that no wrapper reduces, or two do, and wrappers that do something else than to sum."""
     by: dict[torch.Tensor, Reduction] = {}
@@ -167,7 +176,7 @@ def _refuse_wrong_cover(
         for parameter, some in places.items()
         if parameter not in by and parameter not in left
         for place in some
-        if len(_token_ranks(place.state, axis)) > 1
+        if not _is_whole(parameter, place.state, axis, split.get(parameter, ()))
     ]
     if bare:
         where = bare[0].state
@@ -175,6 +184,15 @@ def _refuse_wrong_cover(
         more = f" and {len(bare) - 4} more" if len(bare) > 4 else ""
         paths = listed([repr(place.path) for place in bare[:4]]) + more
         raise ShardingError(UNWRAPPED.format(paths=paths, label=where.label, axes=axes, ranks=ranks))
+
+
+def _is_whole(parameter: torch.Tensor, state: "TorchState", axis: Axis | None, split: Sequence[Axis]) -> bool:
+    """Tell whether the gradient of a parameter that nothing reduces is whole: each rank has other blocks, or alone."""
+    beside = list(map(state.ranks, split))
+    if isinstance(parameter, DTensor):
+        beside += [along for _, along in _split_runs(parameter.device_mesh, parameter.placements)]
+    tokens, own = _token_ranks(state, axis), state.own_rank()
+    return make_up([along for along in beside if set(along) & set(tokens) != {own}], tokens, own)
 
 
 def _check_ranks(
@@ -316,7 +334,11 @@ def _of_fsdp2(module: FSDPModule, where: str) -> Iterator[Reduction]:
     for group in private.fsdp2_groups(module):
         runs = tuple(tuple(ranks_along(group.mesh, [n == dim for n in range(group.mesh.ndim)])) for dim in group.dims)
         parameters = tuple(Managed(*one) for one in group.parameters)
-        yield Reduction(f"the FSDP2 unit{where}", parameters, runs, group.mesh, group.refusal, make_sum)
+        refusal = group.refusal
+        in_groups = tuple(_ranks_of(group.mesh.get_group(dim)) for dim in group.dims)
+        if len(runs) > 1 and in_groups[-1] != runs[-1] and refusal is None:  # the order of replicas is none
+            refusal = SORTED.format(found=listed(in_groups[-1]), mesh=listed(runs[-1]))
+        yield Reduction(f"the FSDP2 unit{where}", parameters, runs, group.mesh, refusal, make_sum)
 
 
 def _of_fsdp1(module: FullyShardedDataParallel, where: str) -> Iterator[Reduction]:
@@ -335,16 +357,17 @@ def _of_ddp(module: DistributedDataParallel, where: str) -> Reduction:
     ]
 
     def make_sum() -> None:
-        if getattr(module, "dualmesh_sums", False):
+        if hasattr(module, "dualmesh_sums"):
             return
+        sums = _Sums(module, held)
         try:
-            module.register_comm_hook(module.process_group, _summed_bucket)
+            module.register_comm_hook(module.process_group, sums.reduce)
         except RuntimeError as error:
             reason = f"it has a communication hook already ({error})"
             raise ShardingError(NO_SUM.format(wrapper=f"DistributedDataParallel{where}", reason=reason)) from error
-        module.dualmesh_sums = True  # type: ignore[assignment]
+        module.dualmesh_sums = sums  # type: ignore[assignment]
 
-    refusal = private.ddp_refusal(module, held, is_summed=getattr(module, "dualmesh_sums", False))
+    refusal = private.ddp_refusal(module, held, is_summed=hasattr(module, "dualmesh_sums"))
     runs = (_ranks_of(module.process_group),)
     return Reduction(f"DistributedDataParallel{where}", tuple(map(Managed, held)), runs, None, refusal, make_sum)
 
@@ -353,10 +376,40 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _summed_bucket(
-    group: dist.ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-) -> torch.futures.Future[torch.Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), dist.ReduceOp.SUM, group=group, async_op=True)
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return summed
+class _Sums:
+    """A hook of DDP that sums, also where a backward adds to gradients that were summed before.
+
+    DDP reduces what has accumulated, so a sum would count an earlier one once for every rank. Before anything is added
+    to it, it is therefore divided into equal shares: what `.grad` holds then always sums up to the gradient.
+    """
+
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+        self._size = dist.get_world_size(module.process_group)
+        self._summed: set[torch.Tensor] = set()
+        # The nodes of the graph that add to gradients; they are hooked only as long as somebody holds them.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        for node, parameter in zip(self._nodes, parameters, strict=True):
+            node.register_prehook(functools.partial(self._divide, parameter))
+
+    @torch.no_grad()
+    def _divide(self, parameter: nn.Parameter, _: Any) -> None:
+        if parameter in self._summed:
+            self._summed.discard(parameter)
+            if parameter.grad is not None:
+                parameter.grad.div_(self._size)
+
+    def reduce(
+        self,
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket; what this backward added nothing to was summed before, and is still to be divided."""
+        buffer = bucket.buffer()
+        gradients = [buffer] if buffer.is_sparse else bucket.gradients()
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            if parameter in self._summed:
+                gradient.div_(self._size)
+            self._summed.add(parameter)
+        work: Any = dist.all_reduce(buffer, dist.ReduceOp.SUM, group=group, async_op=True)
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return summed

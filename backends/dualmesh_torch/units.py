@@ -40,9 +40,9 @@ MIXED = (
 )
 NOT_SUMMED = (
     "apply: {path!r} has {spec!r}, and in the unit {unit!r} FSDP2 sums its gradient over {axes}, the ranks {found}, "
-    "but in {label} it is a sum over the ranks {ranks}: tokens differ along {tokens}. Name in the spec what else it is split "
-    "over, or make its module a unit of its own that FSDP2 splits over the usual axes: {usual}. What is never trained "
-    "is not asked: requires_grad_(False) before."
+    "but in {label} it is a sum over the ranks {ranks}: tokens differ along {tokens}. Name in the spec what else it is "
+    "split over, or make its module a unit of its own that FSDP2 splits over the usual axes: {usual}. What is never "
+    "trained is not asked: requires_grad_(False) before."
 )
 AGAINST = (
     "apply: {path!r} has {spec!r}, which splits dim {dim} over {axes} against mesh order. FSDP2 takes them in the "
