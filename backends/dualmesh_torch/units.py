@@ -180,6 +180,8 @@ def _refuse_other_sums(unit: str, path: str, spec: P, split: _Split, state: "Tor
     # Tensor parallel axes split too, but their ranks have the same tokens.
     beside = [[ranks for ranks in map(state.ranks, split.before) if set(ranks) & set(some) != {own}] for some in wanted]
     if not any(make_up([*runs, *more], some, own) for more, some in zip(beside, wanted, strict=True)):
+        if split.view is not None and not set(kept) <= set(state.meshes.grid_of(split.view)):
+            raise ShardingError(SPANNED.format(view=split.view, kept=listed(kept)), view=split.view)
         tokens, named = wanted[0], (reduced, token_axes(topology))
         large = [[name for name in axes if topology.size(name) > 1] or axes for axes in named]
         raise ShardingError(
