@@ -1,6 +1,7 @@
 """`RememberedState`: a state that came by pickle from another process. It answers sizes and ranks, and no more.
 
-How states travel is in `travel`.
+In a worker of the process that sent it (of a data loader, say) it also knows its own rank: that process'. How states
+travel is in `travel`.
 """
 
 from collections.abc import Iterable
@@ -24,9 +25,18 @@ class RememberedState(ParallelState):
 
     backend = "none"
 
-    def __init__(self, names: tuple[str, ...], plan: StatePlan, session: str, origin: travel.Origin) -> None:
-        super().__init__(plan, World(plan.topology.world_size, (), plan.device_type, 1, _never))
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        plan: StatePlan,
+        session: str,
+        origin: travel.Origin,
+        held: travel.Held | None = None,
+    ) -> None:
+        held = held or travel.Held((), plan.topology.world_size, ())
+        super().__init__(plan, World(held.world_size, (), plan.device_type, 1, _never))
         self.names = list(names)
+        self._held = held
         self._session = session
         self._origin = origin
 
@@ -41,8 +51,21 @@ class RememberedState(ParallelState):
             state=self,
         )
 
-    def own_rank(self) -> NoReturn:
-        self.require_live("own_rank")
+    @property
+    def held_ranks(self) -> tuple[int, ...]:
+        """The session ranks of the process that this one is, or is a worker of, where it sent the state."""
+        # Asked when used: a worker is told whose it is only after it has read what it was started with.
+        return self._held.ranks if travel.speaks_for(self._held) else ()
+
+    def own_rank(self) -> int:
+        if not self.held_ranks:
+            self.require_live("own_rank")
+        return super().own_rank()
+
+    @property
+    def global_rank(self) -> int:  # type: ignore[override]  # of the seed's attributes, which are made from a table
+        """The rank of the process that this one is a worker of."""
+        return self.held_ranks[0] if len(self.held_ranks) == 1 else self.own_rank()
 
     def _group_for(self, axis: Axis) -> NoReturn:
         self.require_live("group")
@@ -75,7 +98,10 @@ class RememberedState(ParallelState):
         self.require_live("sharding")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return travel.unpacked, (tuple(self.names), self.plan, self._session, self._origin)
+        held = self._held
+        if travel.speaks_for(held):  # so that workers of this worker speak for the same ranks
+            held = held._replace(holders=tuple(dict.fromkeys((*held.holders, travel.identity()))))
+        return travel.unpacked, (tuple(self.names), self.plan, self._session, self._origin, held)
 
 
 def _never() -> bool:

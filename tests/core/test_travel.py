@@ -1,6 +1,7 @@
 """States that are pickled and copied."""
 
 import copy
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import sys
 import pytest
 
 import dualmesh as dm
-from dualmesh.errors import StaleStateError
+from dualmesh import travel
+from dualmesh.errors import MembershipError, StaleStateError
 from dualmesh.remembered import RememberedState
 
 
@@ -101,3 +103,78 @@ def test_a_remembered_state_travels_on_with_its_origin():
     again = pickle.loads(pickle.dumps(remembered))
     assert (again.names, again.plan, again.session_words) == (["actor"], state.plan, "torch, 8 ranks")
     assert elsewhere(remembered, "print(type(state).__name__, state.size('dp'))") == "RememberedState 4"
+
+
+ASKED = ("global_rank", "data_index", "data_size", "is_member", "local_ranks", "dp_rank")
+
+
+def told(state):
+    """Return what a state says of the rank that asks; a worker runs it."""
+    asked = {name: getattr(state, name) for name in ASKED}
+    return {**asked, "index": state.index("tp"), "ranks": state.ranks("dp"), "writer": state.is_writer()}
+
+
+def detached(state, ranks, holders, size=8):
+    return RememberedState(("base",), state.plan, "torch", ("elsewhere", 0), travel.Held(ranks, size, holders))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.usefixtures("world")
+def test_a_worker_of_the_sender_knows_the_senders_rank(method):
+    """However a worker is started, and whether it is started with the state or gets it later."""
+    spec = dm.TopologySpec({"dp": 2, "tp": 3}, roles={"data": "dp"})
+    state = dm.init_parallel_state(spec=spec, ranks=(7, 6, 5, 4, 3, 2))
+    sent = detached(state, (3,), (travel.identity(),))
+    due = {
+        "global_rank": 3,
+        "data_index": 1,
+        "data_size": 2,
+        "is_member": True,
+        "local_ranks": (3,),
+        "dp_rank": 1,
+        "index": 1,
+        "ranks": (6, 3),
+        "writer": False,
+    }
+    assert told(sent) == due
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(told, (sent,)) == due
+    assert told_by_a_process_started_with(sent, method) == due
+
+
+def told_by_a_process_started_with(state, method):
+    """Return what a process says that is started with a state, as a data loader starts its workers with its data."""
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=put_told, args=(queue, state))
+    process.start()
+    try:
+        return queue.get(timeout=60)
+    finally:
+        process.join(60)
+
+
+def put_told(queue, state):
+    queue.put(told(state))
+
+
+@pytest.mark.usefixtures("world")
+def test_a_worker_of_a_process_without_a_rank_of_the_state_is_no_member():
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2}), ranks=(0, 1))
+    sent = detached(state, (5,), (travel.identity(),))
+    assert (sent.is_member, sent.local_ranks, sent.global_rank, sent.world.size) == (False, (), 5, 8)
+    with pytest.raises(MembershipError, match=r"rank 5\) is no member"):
+        sent.index("dp")
+
+
+@pytest.mark.usefixtures("world")
+def test_a_process_that_is_no_worker_of_the_sender_is_refused_its_rank():
+    """Also one that has the sender's process number, in another run."""
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    host, pid, started = travel.identity().split("/")
+    for holder in ("other", f"{host}/{pid}/{int(started) - 1}", f"else{host}/{pid}/{started}"):
+        sent = detached(state, (3,), (holder,))
+        assert (sent.is_member, sent.local_ranks) == (False, ())
+        for ask in (lambda sent=sent: sent.global_rank, sent.own_rank, lambda sent=sent: sent.index("dp")):
+            with pytest.raises(StaleStateError, match="came by pickle from another process"):
+                ask()
