@@ -81,6 +81,27 @@ def with_paths(tree: Any, prefix: tuple[object, ...] = ()) -> Iterator[tuple[str
         yield from with_paths(value, (*prefix, key))
 
 
+def leaves_by_path(where: str, tree: Any) -> dict[str, Any]:
+    """Return {path: leaf}, in the order of `with_paths`. *Pure.*
+
+    Raises:
+        ArgumentError: Two leaves have one path: {"a.b": 1, "a": {"b": 2}}, or the keys 1 and "1".
+
+    >>> leaves_by_path("example", {"layers": [{"w": 1}, {"w": 2}]})
+    {'layers.0.w': 1, 'layers.1.w': 2}
+    """
+    found: dict[str, Any] = {}
+    for path, leaf in with_paths(tree):
+        if path in found:
+            raise ArgumentError(
+                f"{where}: two arrays of the tree have the path {path!r}, as keys are joined by dots and read as text. "
+                f"Rename one of the keys.",
+                path=path,
+            )
+        found[path] = leaf
+    return found
+
+
 def path_tree(tree: Any) -> Any:
     """Return a tree with the path of every leaf in its place. *Pure.*
 

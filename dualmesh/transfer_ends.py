@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dualmesh.arguments import items_in
-from dualmesh.errors import ArgumentError, ShapeError, ShardingError, listed
+from dualmesh.errors import ArgumentError, ShapeError, ShardingError, did_you_mean, listed
 from dualmesh.group_topology import GroupTopology
 from dualmesh.partition_spec import P, dim_layouts, is_spec
 from dualmesh.plan import ShardingPlan
@@ -135,6 +135,35 @@ class End:
             )
         return self.specs[path]
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether specs are given path by path."""
+        return isinstance(self.specs, Mapping)
+
+    def known_names(self) -> set[str]:
+        """Return the arrays that specs given path by path name, those that are fused too; else none. *Pure.*"""
+        fused = self.fused()
+        plain = set(self.specs) - set(fused) if self.is_listed else set()
+        return plain | {name for path, one in fused.items() for name in one.names(path)}
+
+    def paths_of(self, name: str, *, is_fused: bool = False) -> list[str]:
+        """Return where an array of the source goes by itself: where renames say, else its own path. *Pure.*
+
+        Where specs are given path by path and name its own path too, it goes there as well: tied arrays.
+
+        Args:
+            is_fused: Whether it goes into a fused array, and so needs no path of its own.
+        """
+        fused = self.fused()
+        parts = {part for path, one in fused.items() for part in one.names(path)}
+        found = [new for new, old in self.renames.items() if old == name and new not in parts]
+        if name in self.renames or name in parts:
+            return found
+        is_elsewhere = bool(found) or is_fused
+        if is_elsewhere and not (self.is_listed and name in self.specs and name not in fused):
+            return found
+        return [name, *found]
+
     def fused(self) -> dict[str, Fused]:
         """Return the fused paths that the specs name. *Pure.*"""
         named = self.specs if isinstance(self.specs, Mapping) else {}
@@ -172,23 +201,68 @@ def renames_of(where: str, renames: Any) -> dict[str, str]:
 
 
 def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[tuple[Array, Held, Held]]:
-    """Yield every array with where it lies at both ends, in the order of the source's. *Pure.*"""
-    here = {name: (array, held) for name, array, held in _held(source, arrays)}
-    wanted: dict[str, Held] = {}
+    """Yield every array with where it lies at both ends, in the order of the source's. *Pure.*
+
+    One array may go to several paths of the target (tied embeddings). Every array goes somewhere, and nothing is asked
+    for that the source does not have.
+
+    Raises:
+        ShardingError: An array that would be lost, a path without a spec or without an array, two arrays of one name.
+    """
+    here: dict[str, tuple[Array, Held]] = {}
+    for name, array, held in _held(source, arrays):
+        if name in here:
+            raise ShardingError(f"plan_transfer: {source.what} holds {name!r} twice: as a path, and fused.", path=name)
+        here[name] = array, held
+    _check_renames(here, source, target)
     sizes = {name: array for name, (array, _) in here.items()}
+    places: dict[str, list[Held]] = {name: [] for name in here}
     for path, fused in target.fused().items():
         names = [target.renames.get(name, name) for name in fused.names(path)]
         if not any(name in here for name in names):
             continue  # a partial update leaves it out
-        for name, held in _parts(target, path, fused, [_one(sizes, name, path) for name in names]):
-            wanted[target.renames.get(name, name)] = held
-    back = {old: new for new, old in target.renames.items()}
+        for name, (_, held) in zip(
+            names, _parts(target, path, fused, [_one(sizes, name, path) for name in names]), strict=True
+        ):
+            places[name].append(held)
     for name, (array, given) in here.items():
-        path = back.get(name, name)
-        if name in wanted:
-            yield array, given, wanted[name]
-        else:
-            yield array, given, Held(path, _plain(target, path, target.spec_of(path, array.shape)))
+        for path in target.paths_of(name, is_fused=bool(places[name])):
+            places[name].append(Held(path, _plain(target, path, target.spec_of(path, array.shape))))
+        if not places[name]:
+            raise ShardingError(
+                f"plan_transfer: {name!r} of the source goes nowhere: renames gives its path to "
+                f"{target.renames[name]!r}. Name another path for it in renames, or leave it out of the tree.",
+                path=name,
+            )
+        for taken in places[name]:
+            yield array, given, taken
+
+
+def _check_renames(here: Mapping[str, Any], source: End, target: End) -> None:
+    """Refuse renames of what the source does not have, to what the target does not have, and specs of neither."""
+    known = sorted({*here, *source.known_names()})
+    for new, old in target.renames.items():
+        if old not in known:
+            raise ShardingError(
+                f"plan_transfer: renames: {new!r} shall be {old!r}, which the source does not hold. It holds: "
+                f"{listed(known)}.{did_you_mean(old, known)}",
+                path=old,
+            )
+        if target.is_listed and new not in target.known_names():
+            raise ShardingError(
+                f"plan_transfer: renames: {target.what} has no spec for {new!r}. Its paths: {listed(target.specs)}."
+                f"{did_you_mean(new, target.known_names())}",
+                path=new,
+            )
+    if target.is_listed and source.is_listed:
+        fused = target.fused()
+        for path in target.specs:
+            if path not in fused and target.renames.get(path, path) not in known:
+                raise ShardingError(
+                    f"plan_transfer: {target.what} asks for {path!r}, which the source does not hold. It holds: "
+                    f"{listed(known)}. renames={{path in the target: path in the source}} says which is which.",
+                    path=path,
+                )
 
 
 def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:

@@ -8,14 +8,22 @@ import hashlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dualmesh.errors import AgreementError, ArgumentError, DualmeshError, ShardingError, StaleStateError, listed
+from dualmesh.errors import (
+    AgreementError,
+    ArgumentError,
+    DualmeshError,
+    ShardingError,
+    StaleStateError,
+    did_you_mean,
+    listed,
+)
 from dualmesh.group_options import checked_timeout
 from dualmesh.host_leaf import HostLeaf
 from dualmesh.partition_spec import P
-from dualmesh.paths import with_paths
+from dualmesh.paths import leaves_by_path
 from dualmesh.resolution import positive
 from dualmesh.spec import TopologySpec
 from dualmesh.state import ParallelState
@@ -58,6 +66,8 @@ class TransferLink:
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
+        self._seen: set[str] = set()
+        """The arrays that trees of this link have held."""
 
     # -- what it does ----------------------------------------------------------------------------------------------
 
@@ -93,7 +103,7 @@ class TransferLink:
         number = positive("TransferLink.send", "version", version, least=0)
 
         def begin() -> Callable[[], int]:
-            leaves = {path: self._host_leaf(path, x) for path, x in with_paths(tree)}
+            leaves = {path: self._host_leaf(path, x) for path, x in leaves_by_path("TransferLink.send", tree).items()}
             if not leaves:
                 raise ArgumentError("TransferLink.send: the tree has no arrays. Give at least one.", tree=tree)
             return lambda: self._send(leaves, number)
@@ -104,7 +114,7 @@ class TransferLink:
         """Return `receive` as something to start and to wait for: `wait` writes what came. *Local.*"""
         self._check("receive", "target")
         limit = self._settings.timeout_s if timeout_s is None else checked_timeout("TransferLink.receive", timeout_s)
-        wanted = dict(with_paths(into))
+        wanted = leaves_by_path("TransferLink.receive", into)
 
         def finish(found: tuple[int, dict[str, HostLeaf]]) -> int:
             version, leaves = found
@@ -197,7 +207,7 @@ class TransferLink:
                 for peer in self._peers.values():
                     peer.hear()
                 raise
-            self._tell_all(specs=to_data(plan.target.specs), renames=dict(self._settings.renames))
+            self._tell_all(specs=to_data(plan.target.specs), renames=dict(plan.target.renames))
             if not all([peer.hear()["go"] for peer in self._peers.values()]):
                 raise AgreementError(
                     f"TransferLink.receive: version {version} was called off, as a process of one side refused it. Its "
@@ -231,7 +241,8 @@ class TransferLink:
                     f"differ. Send the same version of the same tree in all processes of the source.",
                 )
         header = first["header"]
-        return self._plan(header, to_data(self._target_specs(header)), self._settings.renames)
+        renames = self._present_renames(header)
+        return self._plan(header, to_data(self._target_specs(header, renames)), renames)
 
     def _plan(self, header: Mapping[str, Any], target: Any, renames: Mapping[str, str]) -> TransferPlan:
         key = json.dumps([header, target, dict(renames)])
@@ -248,20 +259,33 @@ class TransferLink:
         plan: TransferPlan = self._known[key]
         return plan
 
-    def _target_specs(self, header: Mapping[str, Any]) -> dict[str, Any]:
+    def _present_renames(self, header: Mapping[str, Any]) -> dict[str, str]:
+        """Return the renames of what is sent; later trees may be parts of the first one.
+
+        Raises:
+            ShardingError: One names what no tree of this link has held.
+        """
+        sent = {name for name, _ in _sent_names(header)}
+        self._seen |= sent
+        for new, old in self._settings.renames.items():
+            if old not in self._seen:
+                raise ShardingError(
+                    f"TransferLink.receive: renames: {new!r} shall be {old!r}, which the source does not hold. It "
+                    f"holds: {listed(sorted(self._seen))}.{did_you_mean(old, self._seen)} The first tree that is sent "
+                    f"holds all that renames name.",
+                    path=old,
+                )
+        return {new: old for new, old in self._settings.renames.items() if old in sent}
+
+    def _target_specs(self, header: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
         """Return this side's specs: of every path that is sent, and all fused ones."""
-        end = end_of("transfer_link", "target", (self.state, self._specs))
-        back = {old: new for new, old in self._settings.renames.items()}
+        end = end_of("transfer_link", "target", (self.state, self._specs), renames)
         fused = end.fused()
-        parts = {name for path, one in fused.items() for name in one.names(path)}
-        sent: dict[str, tuple[int, ...]] = {}
-        for path, (shape, _, _) in header["arrays"].items():
-            spec = from_data(header["specs"])[path]
-            for name in spec.names(path) if isinstance(spec, Fused) else (path,):
-                sent[back.get(name, name)] = tuple(shape)
-        plain = {
-            path: end.spec_of(path, shape) for path, shape in sent.items() if path not in fused and path not in parts
-        }
+        inside = {end.renames.get(name, name) for path, one in fused.items() for name in one.names(path)}
+        plain: dict[str, Any] = {}
+        for name, shape in _sent_names(header):
+            for path in end.paths_of(name, is_fused=name in inside):
+                plain[path] = end.spec_of(path, shape)
         return {**plain, **fused}
 
     def _room(self, plan: TransferPlan, wanted: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -312,6 +336,14 @@ class TransferLink:
     def _tell_all(self, **said: Any) -> None:
         for peer in self._peers.values():
             peer.say(**said)
+
+
+def _sent_names(header: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the arrays that are sent, fused ones apart, each with the shape of what it is sent in."""
+    for path, (shape, _, _) in header["arrays"].items():
+        spec = from_data(header["specs"])[path]
+        for name in spec.names(path) if isinstance(spec, Fused) else (path,):
+            yield name, tuple(shape)
 
 
 def _announced(said: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dualmesh.errors import ArgumentError, ArrayTypeError
 from dualmesh.interop import handed_over
 from dualmesh.lazy import array_api_compat
 from dualmesh.partition_spec import local_shape
-from dualmesh.paths import path_tree, with_paths
+from dualmesh.paths import leaves_by_path, path_tree
 from dualmesh.programs import shard_map
 from dualmesh.registry import registry
 from dualmesh.resolution import positive
@@ -35,7 +35,7 @@ class TransferJob:
 
     def array_by_array(self, tree: Any, reshard: Callable[..., Any]) -> Any:
         """Return the tree, each array moved by itself, fused ones part by part. *Collective over both ends.*"""
-        arrays = dict(with_paths(tree))
+        arrays = leaves_by_path("transfer", tree)
         for path, x in arrays.items():
             if not hasattr(x, "shape"):
                 raise ArrayTypeError(f"transfer: {path!r} is a {type(x).__qualname__}. Give arrays.", path=path)
@@ -104,7 +104,8 @@ def transfer(
         dst: The state in which it shall lie.
         specs: How it lies in both, or a pair (in the source, in the target): a `dm.P` for all, {path: `dm.P` or
             `dm.Fused`}, or a `dm.ShardingPlan`. A path is keys joined by dots.
-        renames: {path in the target: path in the source}.
+        renames: {path in the target: path in the source}; one array of the source may go to several paths. It goes to
+            its own path too only where specs of the target that are given by path name that one.
         buffer_bytes: Memory that messages may use on a rank, beside the arrays.
         checksum: Whether to compare what arrives with what was sent, on the host (torch).
 
@@ -113,7 +114,9 @@ def transfer(
 
     Raises:
         ShapeError: A dim that the axes of one end do not divide.
-        ShardingError: An array without a spec, or a sum still to be taken; on JAX, states over different devices of
+        ArgumentError: Two arrays of the tree have one path.
+        ShardingError: An array without a spec, or that renames would lose; renames of what the source does not have, or
+            to what the target does not have; or a sum still to be taken; on JAX, states over different devices of
             several processes: `dm.transfer_link` reaches those.
         SessionError: The states are of two frameworks whose worlds do not share their processes.
         AgreementError: Ranks of the source gave different trees.

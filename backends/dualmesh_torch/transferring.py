@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import AgreementError, ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
 from dualmesh.partition_spec import P, global_shape
-from dualmesh.paths import path_tree, with_paths
+from dualmesh.paths import leaves_by_path, path_tree
 from dualmesh.reshards import Placed
 from dualmesh.transfer_ends import End, Fused
 from dualmesh.transfer_plan import Message, Piece, TransferPlan, plan_transfer
@@ -129,7 +129,7 @@ def _held(tree: Any, end: End, source: "TorchState") -> tuple[_Tree, dict[str, T
     """Return what is known of a rank's tree, and its blocks. *Collective over the source* where it is laid out anew."""
     blocks: dict[str, Tensor] = {}
     arrays, is_global = {}, {}
-    for path, x in with_paths(tree):
+    for path, x in leaves_by_path("transfer", tree).items():
         if not isinstance(x, Tensor):
             raise ArrayTypeError(
                 f"transfer: {path!r} is a {type(x).__qualname__}. Give tensors on every rank of {source.label}; leave "

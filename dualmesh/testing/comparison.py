@@ -11,7 +11,7 @@ from dualmesh.arguments import items_of
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.lazy import np
 from dualmesh.partition_spec import is_spec
-from dualmesh.paths import with_paths
+from dualmesh.paths import leaves_by_path
 from dualmesh.resolution import whole
 from dualmesh.testing.differences import Difference, Ranks, differing, refuse_differences
 from dualmesh.testing.measurement import Measured, Program, measured, weights_of
@@ -135,7 +135,7 @@ def _expected(
     """Return {kind: ("expected", arrays by path)} of what numpy computes."""
     reference: dict[str, tuple[str, dict[str, Any]]] = {}
     if expected is not None:
-        reference["values"] = "expected", dict(with_paths(expected))
+        reference["values"] = "expected", leaves_by_path("expected", expected)
     if pullback is None:
         return reference
     if expected is None or not numbers:
@@ -146,7 +146,7 @@ def _expected(
             f"compare_places: pullback returned {len(gradients)} gradients for wrt={numbers}. Return one per input."
         )
     named = {f"input {number}": gradient for number, gradient in zip(numbers, gradients, strict=True)}
-    reference["gradients"] = "expected", dict(with_paths(named))
+    reference["gradients"] = "expected", leaves_by_path("gradients", named)
     return reference
 
 

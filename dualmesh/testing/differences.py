@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualmesh.errors import ArgumentError, DifferenceError
 from dualmesh.lazy import np
-from dualmesh.paths import with_paths
+from dualmesh.paths import leaves_by_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,7 +83,7 @@ def assert_same(
 
     >>> assert_same("totals", {"loss": np.float64(6)}, {"loss": 2.0 * 3.0})
     """
-    one, other = dict(with_paths(wanted)), dict(with_paths(found))
+    one, other = leaves_by_path("assert_same", wanted), leaves_by_path("assert_same", found)
     if not one and not other:
         raise ArgumentError(f"assert_same: {what}: neither side holds an array. Give what should be compared.")
     wrong = differing(what, one, other, lambda path: f"{what} {path}".strip(), places=places, rtol=rtol)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualmesh.errors import ArgumentError, ShardingError
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, is_spec, slices_of
-from dualmesh.paths import with_paths
+from dualmesh.paths import leaves_by_path, with_paths
 from dualmesh.plan import ShardingPlan
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
@@ -72,7 +72,7 @@ def misplaced(
 
     *Collective over the state.*
     """
-    arrays, wholes = dict(with_paths(tree)), dict(with_paths(values))
+    arrays, wholes = (leaves_by_path("assert_sharded_as", one) for one in (tree, values))
     if values is not None and arrays.keys() != wholes.keys():
         said = f"{sorted(wholes)} (expected) and {sorted(arrays)} ({state.backend}) are not the same arrays"
         return [Difference("values", ("expected", state.backend), said=said)]

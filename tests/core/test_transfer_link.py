@@ -97,6 +97,35 @@ def test_a_part_of_the_tree_leaves_the_rest_and_other_names_are_found(states, st
         assert into["n"] == "untouched"
 
 
+def test_tied_arrays_and_renames_of_nothing_over_a_link(states, store):
+    """One array arrives at two places; a name that no tree held is refused on both sides, and the link goes on."""
+    settings = [("source", {}), ("target", {"renames": {"head": "embed", "tokens": "embed"}})]
+    source, target = linked(store, states, settings=settings, specs=(P("tp"), P("dp")))
+    with source, target:
+        for version, sent in ((1, {"embed": np.arange(8.0), "n": np.ones(4)}), (2, {"n": np.full(4, 2.0)})):
+            into = {name: dm.distribute(np.zeros(8), P("dp"), state=states[1]) for name in ("head", "tokens")}
+            into["n"] = dm.distribute(np.zeros(4), P("dp"), state=states[1])
+            tree = {name: dm.distribute(x, P("tp"), state=states[0]) for name, x in sent.items()}
+            passed(source, target, tree, into, version)
+            np.testing.assert_array_equal(into["n"].value(), sent["n"])
+            for name in ("head", "tokens"):
+                np.testing.assert_array_equal(into[name].value(), sent.get("embed", np.zeros(8)))
+
+
+def test_a_rename_of_what_never_comes_is_refused_over_a_link(states, store):
+    """The target says which name, and the source that it was refused."""
+    settings = [("source", {}), ("target", {"renames": {"head": "embde"}})]
+    source, target = linked(store, states, settings=settings, specs=(P("tp"), P("dp")))
+    with source, target:
+        tree = {"embed": dm.distribute(np.arange(8.0), P("tp"), state=states[0])}
+        into = {"embed": dm.distribute(np.zeros(8), P("dp"), state=states[1])}
+        sending = source.sending(tree, version=1).start()
+        with pytest.raises(ShardingError, match=r"'head' shall be 'embde'.*Did you mean 'embed'"):
+            target.receive(into=into)
+        with pytest.raises(AgreementError, match="refused version 1"):
+            sending.wait()
+
+
 def test_fused_blocks_are_put_together_on_the_way(states, store):
     parts = {"q": np.arange(16.0).reshape(8, 2), "k": 100 + np.arange(8.0).reshape(4, 2)}
     sizes = {"q": 8, "k": 4}

@@ -199,6 +199,58 @@ def test_experts_go_by_the_axis_of_a_view():
         np.testing.assert_array_equal(taken[rank]["experts"], own["experts"])
 
 
+@pytest.mark.parametrize(
+    ("dst", "renames", "expected"),
+    [
+        ({"e": P(), "h": P("tp"), "o": P()}, {"h": "e"}, {("e", "e"), ("e", "h"), ("o", "o")}),
+        ({"t": P(), "h": P("tp"), "o": P()}, {"h": "e", "t": "e"}, {("e", "t"), ("e", "h"), ("o", "o")}),
+        (P(), {"h": "e", "t": "e"}, {("e", "t"), ("e", "h"), ("o", "o")}),
+        (P(), {"h": "e", "e": "e"}, {("e", "e"), ("e", "h"), ("o", "o")}),
+        (P(), {"e": "o", "o": "e"}, {("e", "o"), ("o", "e")}),
+        ({"e": P(), "o": P()}, {"e": "o", "o": "e"}, {("e", "o"), ("o", "e")}),
+        (P(), {"o": "e", "x": "o"}, {("e", "o"), ("o", "x")}),
+        ({"f": dm.Fused(P("tp"), {"e": 8, "o": 8}), "h": P()}, {"h": "e"}, {("e", "f"), ("o", "f"), ("e", "h")}),
+        (
+            {"f": dm.Fused(P("tp"), {"e": 8, "o": 8}), "e": P()},
+            {"o": "o"},
+            {("e", "f"), ("o", "f")},
+        ),
+        (dm.ShardingPlan({"**": P("tp")}), {"h": "e"}, {("e", "h"), ("o", "o")}),
+    ],
+)
+def test_one_array_may_go_to_several_paths_and_every_array_goes_somewhere(dst, renames, expected):
+    """Tied embeddings, swaps and chains of names; the blocks that arrive are those of the source."""
+    arrays = {"e": np.arange(8.0), "o": 100 + np.arange(8.0)}
+    known = {path: (x.shape, x.itemsize) for path, x in arrays.items()}
+    plan = plan_transfer(known, src=(TP, P("tp")), dst=(TP, dst), renames=renames)
+    assert {(given.path, taken.path) for _, given, taken in plan.pairs} == expected
+    room = {
+        rank: {path: np.full(shape, np.nan) for path, (shape, _) in plan.target_blocks().items()} for rank in range(4)
+    }
+    given = {rank: {path: np.split(x, 4)[rank] for path, x in arrays.items()} for rank in range(4)}
+    carried_out(plan, given, room)
+    assert not any(np.isnan(block).any() for own in room.values() for block in own.values())
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "renames", "match"),
+    [
+        (P(), P(), {"o": "e"}, "'o' of the source goes nowhere: renames gives its path to 'e'"),
+        (P(), {"o": P(), "e": P()}, {"o": "e"}, "'o' of the source goes nowhere"),
+        (P(), P(), {"x": "embde"}, "'x' shall be 'embde', which the source does not hold. It holds: e, o"),
+        (P(), {"e": P(), "o": P()}, {"x": "e"}, "dst has no spec for 'x'"),
+        (P(), {"e": P()}, {}, "dst has no spec for 'o'"),
+        ({"e": P(), "o": P()}, {"e": P(), "o": P(), "head": P()}, {}, "dst asks for 'head', which the source does not"),
+        ({"e": dm.Fused(P(), {"o": 8}), "o": P()}, P(), {}, "src holds 'o' twice"),
+    ],
+)
+def test_what_would_lose_or_invent_an_array_is_refused(src, dst, renames, match):
+    """By name, before anything moves."""
+    arrays = {"e": ((8,), 8), "o": ((8,), 8)}
+    with pytest.raises(ShardingError, match=match):
+        plan_transfer(arrays, src=(TP, src), dst=(TP, dst), renames=renames)
+
+
 def test_renames_partial_updates_and_plans_of_shardings():
     specs = dm.ShardingPlan({"**.w": P("tp")})
     plan = plan_transfer(

@@ -214,3 +214,43 @@ def test_fused_arrays_are_taken_apart_and_fused_where_arrays_move_one_by_one(bac
     fused = np.concatenate([np.split(part, 4)[rank] for rank in range(4) for part in parts.values()])
     for read, again in worlds()[backend](fused_of_global_arrays, fused, world_size=4):
         assert_same("", {**parts, "fused": fused}, {**read, "fused": again}, rtol=0)
+
+
+def tied():
+    """Return an array at two places of the target, and what is said of renames and trees that lose one."""
+    source = dm.init_parallel_state(spec=grid(tp=4), name="source")
+    target = dm.init_parallel_state(spec=grid(dp=2, tp=2), name="target")
+    tree = {
+        name: dm.distribute(np.arange(8, dtype="float32") + 10 * n, P("tp"), state=source)
+        for n, name in enumerate(("embed", "other"))
+    }
+    where = {"embed": P("dp"), "head": P("tp"), "other": P()}
+    moved = dm.transfer(tree, src=source, dst=target, specs=(P("tp"), where), renames={"head": "embed"})
+    read = {name: dm.to_numpy(x, state=target).tolist() for name, x in moved.items()}
+    said = []
+    for renames, given in (
+        ({"other": "embed"}, tree),
+        ({"x": "embde"}, tree),
+        (None, {"a.b": tree["embed"], "a": {"b": tree["other"]}}),
+        (None, {1: tree["embed"], "1": tree["other"]}),
+    ):
+        try:
+            dm.transfer(given, src=source, dst=target, specs=P("tp"), renames=renames)
+            said.append("accepted")
+        except dm.DualmeshError as error:
+            said.append(str(error))
+    return read, said
+
+
+@pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
+def test_tied_arrays_arrive_twice_and_no_array_is_lost_on_any_backend(backend):
+    """The same answers and the same refusals everywhere."""
+    embed, other = np.arange(8.0).tolist(), (np.arange(8.0) + 10).tolist()
+    for read, said in worlds()[backend](tied, world_size=4):
+        assert read == {"embed": embed, "head": embed, "other": other}
+        for text, part in zip(
+            said,
+            ("'other' of the source goes nowhere", "'embde', which", "the path 'a.b'", "the path '1'"),
+            strict=True,
+        ):
+            assert part in text
