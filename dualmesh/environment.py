@@ -4,18 +4,46 @@ SLURM's are read in `slurm`; starting a world is in `session`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dualmesh import slurm
 from dualmesh.backend import Launch
-from dualmesh.errors import LaunchError, listed
+from dualmesh.errors import LaunchError, SpecError, closest, listed
 from dualmesh.resolution import whole
 
 DETECT = "auto"
 """The init_method that leaves it to the framework to find out about its cluster."""
+PREFIX = "DUALMESH_"
+OWN_NAMES = ("BACKEND", "CONFIG", "DEBUG", "ENV", "SPEC", "STRICT", "TIMEOUT_S")
+"""What dualmesh's own variables are called after the prefix, beside the settings of a state; ENV is of its scripts."""
+_SIZE = "_SIZE"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT_VARIABLE = "DUALMESH_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 60.0
+
+
+def check_names(variables: Mapping[str, str], settings: Iterable[str]) -> None:
+    """Refuse variables whose names are like one of dualmesh's own, and none. *Pure.*
+
+    Args:
+        variables: The environment.
+        settings: The names of a state's settings, each of which a variable may give, sizes without their ending too.
+
+    Raises:
+        SpecError: The variable that is probably misspelt, and what it is like.
+    """
+    sizes = [name.upper() for name in settings]
+    known = [*OWN_NAMES, *sizes, *(name.removesuffix(_SIZE) for name in sizes if name.endswith(_SIZE))]
+    for variable, text in variables.items():
+        name = variable.removeprefix(PREFIX)
+        if not text or name == variable or name in known:
+            continue
+        like = closest(name, known)
+        if like is not None or name.endswith(_SIZE):
+            hint = f" Did you mean {PREFIX + like!r}?" if like is not None else ""
+            raise SpecError(
+                f"environment: {variable}={text!r} is no setting.{hint} Correct it, or unset it.", name=variable
+            )
 
 
 def timeout_s(given: float | None = None, variables: Mapping[str, str] | None = None) -> float:

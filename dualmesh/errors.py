@@ -172,15 +172,21 @@ def did_you_mean(name: object, options: Iterable[str]) -> str:
     >>> did_you_mean("spp", ["dp", "sp"])
     " Did you mean 'sp'?"
     """
+    found = closest(name, options)
+    return f" Did you mean {found!r}?" if found is not None else ""
+
+
+def closest(name: object, options: Iterable[str]) -> str | None:
+    """Return the option that a name is most like, or None. *Pure.*"""
     refusing()
     close = difflib.get_close_matches(str(name), map(str, options), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else None
 
 
-def counted(count: int, noun: str) -> str:
-    """Write a count with its noun in the right number.
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Write a count with its noun in the right number; the plural is the noun with an s unless it is given.
 
-    >>> counted(1, "rank"), counted(3, "rank")
-    ('1 rank', '3 ranks')
+    >>> counted(1, "rank"), counted(3, "rank"), counted(2, "axis", "axes")
+    ('1 rank', '3 ranks', '2 axes')
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or f'{noun}s'}"

@@ -60,10 +60,8 @@ def fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, world_size:
         if places is not None or isinstance(spec, GroupSpec) or not whole(spec.rank_offset):
             return spec.resolve(size)
     except SpecError as error:
-        if places is None:
-            raise
-        words = f"init_parallel_state: {name!r} over ranks={places!r}, which are its world: {error}"
-        raise SpecError(words, **vars(error)) from None
+        over = "" if places is None else f" over ranks={places!r}, which are its world"
+        raise SpecError(f"init_parallel_state: {name!r}{over}: {error}", **vars(error)) from None
     sizes = [whole(size) or 0 for size in spec.axes.values()]
     rest = world_size - spec.rank_offset
     topology = spec.resolve(max(rest, 1) if -1 in sizes else max(prod(sizes), 1))

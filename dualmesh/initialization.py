@@ -3,10 +3,12 @@
 The usual axes are written in `usual`, names are kept in `registry`, worlds are started in `session`.
 """
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal
 
-from dualmesh import logs, scope
+from dualmesh import environment, logs, scope
 from dualmesh.arguments import flag_of, is_one_of, items_of, words_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.fitting import AnySpec, fitted, places_of
@@ -171,6 +173,15 @@ def init_parallel_states(
     )
 
 
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Refuse misspelt variables of dualmesh's. *Pure.*
+
+    Raises:
+        SpecError: A name is like a setting of `init_parallel_state` or another variable of dualmesh's, and none.
+    """
+    environment.check_names(variables, signature(init_parallel_state).parameters)
+
+
 def _init_states(
     specs: Mapping[str, AnySpec | RankGroups],
     default: str | None,
@@ -185,6 +196,7 @@ def _init_states(
     group_options: Mapping[str, Any] | None,
 ) -> dict[str, ParallelState]:
     """Register states; `extras` are the extra parallels as they were declared, None: as the specs' views say."""
+    check_variables(os.environ)
     wanted = _named_specs(specs, default)
     where = "init_parallel_state"
     if not is_one_of(dp_mode, DP_MODES):

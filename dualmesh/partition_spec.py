@@ -160,7 +160,7 @@ def check_entries(spec: P, shape: Sequence[int], what: str) -> None:
     if len(spec.entries) > len(shape):
         raise ShardingError(
             f"{what} of shape {tuple(shape)} has {counted(len(shape), 'dim')}, but {spec!r} has "
-            f"{counted(len(spec.entries), 'entry').replace('entrys', 'entries')}. Give at most one entry per dim.",
+            f"{counted(len(spec.entries), 'entry', 'entries')}. Give at most one entry per dim.",
             spec=spec,
             shape=tuple(shape),
         )

@@ -7,7 +7,7 @@ where its order cannot come from such a tool. Which fields a class has is said w
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from dualmesh.arguments import items_in
@@ -173,9 +173,34 @@ def forms_of(kind: Any) -> dict[str, Form]:
 
 
 def write_fields(value: Any) -> dict[str, Any]:
-    """Return a value as plain data, every field that is not left out. *Pure.*"""
+    """Return a value as plain data, every field that is not left out. *Pure.*
+
+    Raises:
+        SpecError: A name has characters that cannot be printed: YAML's writers do not keep all of those.
+    """
     found = ((form, getattr(value, name)) for name, form in forms_of(value).items())
-    return {form.key: form.write(held) for form, held in found if form.left_out is _NEVER or held != form.left_out}
+    data = {form.key: form.write(held) for form, held in found if form.left_out is _NEVER or held != form.left_out}
+    for text in _texts(data):
+        if not text.isprintable():
+            raise SpecError(
+                f"{type(value).__name__}: {text!r} cannot be written, as it has characters that cannot be printed. "
+                f"Give names of printable characters.",
+                name=text,
+            )
+    return data
+
+
+def _texts(data: Any) -> Iterator[str]:
+    """Yield the strings of plain data, keys too."""
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            yield from _texts(key)
+            yield from _texts(value)
+    elif isinstance(data, list | tuple):
+        for item in data:
+            yield from _texts(item)
 
 
 def read_fields(where: str, kind: type[_Value], data: Any) -> _Value:

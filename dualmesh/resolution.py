@@ -129,6 +129,8 @@ class _Fitting:
         for kind, name in kinds:
             if not isinstance(name, str) or not name:
                 self.problems.append(f"{kind} {name!r} is no name. Names are non-empty strings.")
+            elif not name.isprintable():
+                self.problems.append(f"{kind} {name!r} has characters that cannot be printed. Rename it.")
             elif name in seen:
                 self.problems.append(f"the name {name!r} is taken twice ({seen[name]} and {kind}). Rename one.")
             elif name == "world" and kind != "combined axis":

@@ -58,6 +58,9 @@ class TransferGroup:
         told: What each rank said when it joined, by rank.
     """
 
+    made_by = "dm.transfer_group"
+    """What messages tell to call again."""
+
     def __init__(self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier) -> None:
         self.name, self.rank, self.size = name, seat.place, seat.total
         self.seat = seat
@@ -203,7 +206,7 @@ class TransferGroup:
     def _stale(self, where: str, what: str) -> StaleStateError:
         return StaleStateError(
             f"{where}: TransferGroup {self.name!r}, rank {self.rank}, generation {self.generation}: {what}. Call "
-            f"dm.transfer_group({self.name!r}, ...) again on all its ranks.",
+            f"{self.made_by}({self.name!r}, ...) again on all its ranks.",
             group=self,
         )
 

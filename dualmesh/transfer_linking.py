@@ -22,6 +22,12 @@ from dualmesh.transfer_store import address_of
 from dualmesh.transfer_wire import listening
 
 
+class LinkGroup(TransferGroup):
+    """The processes of both sides of a link."""
+
+    made_by = "dm.transfer_link"
+
+
 def transfer_link(
     name: str,
     *,
@@ -81,7 +87,7 @@ def transfer_link(
     }
     with listening() as server:
         said["port"] = server.getsockname()[1]
-        group = joined(TransferGroup(name, seat, address, NoCarrier(found.backend)), said, limit)
+        group = joined(LinkGroup(name, seat, address, NoCarrier(found.backend)), said, limit)
         try:
             settings = LinkSettings(limit, names, *_same_settings(name, group.told))
             link = TransferLink(group, role, found, specs, settings)

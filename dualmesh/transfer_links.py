@@ -16,7 +16,6 @@ from dualmesh.errors import (
     ArgumentError,
     DualmeshError,
     ShardingError,
-    StaleStateError,
     did_you_mean,
     listed,
 )
@@ -316,12 +315,7 @@ class TransferLink:
         if self.role != role:
             raise ArgumentError(f"TransferLink.{what}: this side is the {self.role}; only the {role} can {what}.")
         self.state.require_ready(f"TransferLink.{what}")
-        try:
-            self.group.require_live(f"TransferLink.{what}")
-        except StaleStateError as error:
-            raise StaleStateError(
-                str(error).replace("dm.transfer_group(", "dm.transfer_link("), group=self.group
-            ) from None
+        self.group.require_live(f"TransferLink.{what}")
 
     def _spec(self, path: str, shape: tuple[int, ...]) -> Any:
         return end_of("transfer_link", self.role, (self.state, self._specs)).spec_of(path, shape)

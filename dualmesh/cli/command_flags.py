@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from dualmesh import flags as parallel_flags
 from dualmesh.cli.report import EXTRA
-from dualmesh.configuration.schema import BY_NAME, ENDING, FIELDS, canonical, hint
-from dualmesh.errors import ArgumentError
+from dualmesh.configuration.schema import BY_NAME, ENDING, FIELDS, canonical
+from dualmesh.errors import ArgumentError, closest, listed
 from dualmesh.extras import imported
 
 ALIASES: Mapping[str, str] = {
@@ -97,7 +97,12 @@ def _canonical(command: str, given: Iterable[str], names: Sequence[str], switche
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    return hint(name, [_dashed(one) for one in known]).replace("'", "").replace("mean ", "mean --")
+    found = closest(_dashed(name), [_dashed(one) for one in known])
+    return (
+        f" Did you mean --{found}?"
+        if found is not None
+        else f" Known: {listed([f'--{_dashed(one)}' for one in known])}."
+    )
 
 
 def _written(flag: Flag) -> str:

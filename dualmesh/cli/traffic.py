@@ -36,7 +36,7 @@ class Model:
         experts_per_token: Experts that each token visits.
 
     >>> Model(7e9, 4096, 1).shape
-    (36, 4608)
+    (33, 4224)
     """
 
     parameters: float

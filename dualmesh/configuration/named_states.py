@@ -13,15 +13,15 @@ from dualmesh.configuration.files import Places, read
 from dualmesh.configuration.schema import ENDING, FIELDS, hint, parsed
 from dualmesh.configuration.state_config import KEYS as STATE_KEYS
 from dualmesh.configuration.state_config import StateConfig
+from dualmesh.environment import PREFIX
 from dualmesh.errors import DualmeshError, SpecError, did_you_mean, listed
-from dualmesh.initialization import init_parallel_states
+from dualmesh.initialization import check_variables, init_parallel_states
 from dualmesh.plain_data import may_be_sorted, pairs_in, write_pairs
 from dualmesh.resolution import positive
 from dualmesh.session import session_for
 from dualmesh.state import ParallelState
 from dualmesh.topology import Topology
 
-PREFIX = "DUALMESH_"
 FILE_VARIABLE = "DUALMESH_CONFIG"
 SPEC_VARIABLE = "DUALMESH_SPEC"
 KEYS = ("states", "default", "world_size", "gpus_per_node", "backend")
@@ -208,6 +208,7 @@ def settings_in(variables: Mapping[str, str]) -> dict[str, Any]:
     >>> settings_in({"DUALMESH_TP_SIZE": "2", "DUALMESH_DP_SHARD": "-1"})
     {'tp_size': 2, 'dp_shard_size': -1}
     """
+    check_variables(variables)
     known = {f"{PREFIX}{name.name}".upper(): name for name in FIELDS}
     short = {name.removesuffix(ENDING.upper()): field for name, field in known.items()}
     found: dict[str, Any] = {}
@@ -221,10 +222,6 @@ def settings_in(variables: Mapping[str, str]) -> dict[str, Any]:
             found[field_.name] = parsed(field_, text, f"environment: {variable}")
         elif variable == SPEC_VARIABLE:
             found["spec"] = text
-        elif variable.endswith(ENDING.upper()):
-            raise SpecError(
-                f"environment: {variable}={text!r} is no setting.{did_you_mean(variable, known)}", name=variable
-            )
     return found
 
 
@@ -250,7 +247,7 @@ def _states(data: Any, places: Places, path: tuple[str, ...], problems: list[str
 
 def _problem(places: Places, path: tuple[str, ...], what: str, error: DualmeshError) -> str:
     """Say a problem of a state with the line of the setting that the message names first, or of the state."""
-    text = str(error).removeprefix("StateConfig: ")
+    text = str(error)
     keys = [place[len(path)] for place in places.lines if len(place) == len(path) + 1 and place[: len(path)] == path]
     named = [(text.find(key), key) for key in keys if key in text]
     here = (*path, min(named)[1]) if named else path
@@ -262,9 +259,9 @@ def _common(common: Mapping[str, Any], states: Mapping[str, StateConfig], places
     for key in ("world_size", "gpus_per_node"):
         if common[key] is not None:
             try:
-                positive("Configuration", key, common[key])
+                positive(places.of((key,)), key, common[key])
             except DualmeshError as error:
-                problems.append(f"{places.of((key,))}: {str(error).removeprefix('Configuration: ')}")
+                problems.append(str(error))
     default, backend = common["default"], common["backend"]
     if default is not None and not (isinstance(default, str) and default in states):
         problems.append(

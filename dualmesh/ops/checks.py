@@ -129,9 +129,7 @@ def divided(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
     if length % size:
         raise ShapeError(
             f"{where}: dim {dim} of shape {tuple(x.shape)} has size {length}, which axis {axis!r} with "
-            f"{counted(size, 'index')} does not divide. Pad dim {dim} to {-(-length // size) * size}.".replace(
-                "indexs", "indices"
-            ),
+            f"{counted(size, 'index', 'indices')} does not divide. Pad dim {dim} to {-(-length // size) * size}.",
             dim=dim,
             axis=axis,
             size=size,

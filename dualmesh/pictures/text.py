@@ -42,7 +42,7 @@ def drawn(topology: "Topology") -> str:
     width = max(map(len, names[:_AXES]), default=0)
     groups = _all_groups if small else _first_group
     lines = [f"{name:<{width}}  {groups(topology, topology.layouts[name])}" for name in names[:_AXES]]
-    lines += [f"and {counted(len(names) - _AXES, 'more axis').replace('axiss', 'axes')}"] if names[_AXES:] else []
+    lines += [f"and {counted(len(names) - _AXES, 'more axis', 'more axes')}"] if names[_AXES:] else []
     lines += [f"size 1: {_cut(ones, _AXES, ', ')}"] if ones else []
     grid = [_grid(topology)] if small and topology.world_size > 1 else []
     return "\n\n".join([repr(topology), *grid, "\n".join(lines)])

@@ -1,15 +1,19 @@
 """One schema for files, variables, flags, arguments and dataclasses; errors name file and line."""
 
 import argparse
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from absl import flags
 
 import dualmesh as dm
 from dualmesh.configuration import Configuration, StateConfig
+from dualmesh.environment import OWN_NAMES
 from dualmesh.errors import SpecError
 from dualmesh.flags import add_parallel_arguments, config_from_arguments, config_from_flags, define_parallel_flags
+from dualmesh.initialization import check_variables
 
 YAML = """\
 world_size: 8
@@ -129,6 +133,43 @@ def test_variables_close_to_a_setting_are_refused():
         SpecError, match=r"DUALMESH_ULYSES_SIZE='2' is no setting\. Did you mean 'DUALMESH_ULYSSES_SIZE'"
     ):
         Configuration.from_environment({"DUALMESH_ULYSES_SIZE": "2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("STRCT", "STRICT"),
+        ("TIMEOUT", "TIMEOUT_S"),
+        ("DEBUGG", "DEBUG"),
+        ("BACKENDS", "BACKEND"),
+        ("DP_SHRD", "DP_SHARD"),
+        ("ULYSES", "ULYSSES"),
+        ("OWN_GROUP", "OWN_GROUPS"),
+        ("TPP_SIZE", "TP_SIZE"),
+    ],
+)
+def test_misspelt_variables_are_refused_by_likeness_whatever_their_ending(name, meant, monkeypatch):
+    """By `init_parallel_state` too, which reads no configuration; what is like nothing is nobody's business here."""
+    for read in (Configuration.from_environment, check_variables):
+        with pytest.raises(SpecError, match=rf"DUALMESH_{name}='1' is no setting\. Did you mean 'DUALMESH_{meant}'"):
+            read({f"DUALMESH_{name}": "1"})
+    monkeypatch.setenv(f"DUALMESH_{name}", "1")
+    with dm.session(backend="sim", world_size=2):
+        with pytest.raises(SpecError, match=f"Did you mean 'DUALMESH_{meant}'"):
+            dm.init_parallel_state(dp_size=2)
+        monkeypatch.delenv(f"DUALMESH_{name}")
+        monkeypatch.setenv("DUALMESH_WHATEVER_ELSE", "1")
+        assert dm.init_parallel_state(dp_size=2).size("dp") == 2
+
+
+def test_every_variable_that_the_source_reads_is_known():
+    """The list of names is the constants of the source and what a state takes."""
+    source = Path(dm.__file__).parent
+    text = "".join(path.read_text() for path in source.rglob("*.py"))
+    constants = set(re.findall(r'= "DUALMESH_([A-Z_]+)"', text))
+    assert constants
+    assert constants <= set(OWN_NAMES)
+    check_variables({f"DUALMESH_{name}": "1" for name in OWN_NAMES})
 
 
 def test_states_are_registered_from_flags(tmp_path):

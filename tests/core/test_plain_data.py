@@ -206,3 +206,17 @@ def test_roles_have_no_order():
     one, other = ({"data": "dp", "loss": "dp"}, {"loss": "dp", "data": "dp"})
     assert dm.TopologySpec({"dp": 2}, roles=one) == dm.TopologySpec({"dp": 2}, roles=other)
     assert hash(dm.TopologySpec({"dp": 2}, roles=one)) == hash(dm.TopologySpec({"dp": 2}, roles=other))
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x85b", "a\x00", "\u2028"])
+def test_names_that_tools_do_not_keep_are_refused(name):
+    """PyYAML writes some of them and reads a space: neither written nor resolved."""
+    for spec in (
+        dm.TopologySpec({name: 2}),
+        dm.TopologySpec({"dp": 2}, combined={"c": (name,)}),
+        dm.TopologySpec({"dp": 2}, roles={"data": name}),
+    ):
+        with pytest.raises(SpecError, match="cannot be printed"):
+            spec.to_dict()
+    with pytest.raises(SpecError, match="cannot be printed"):
+        dm.TopologySpec({name: 2}).resolve(2)

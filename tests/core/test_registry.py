@@ -264,7 +264,7 @@ def test_sizes_that_do_not_fit_the_listed_ranks_are_refused_with_the_list():
         for spec in (dm.parallel_spec(dp_size=8), dm.FederatedSpec((4, 4))):
             with pytest.raises(SpecError, match=r"'some' over ranks=\(2, 5\), which are its world: "):
                 dm.init_parallel_state(spec=spec, ranks=[2, 5], name="some")
-        with pytest.raises(SpecError, match=r"^Topology: "):
+        with pytest.raises(SpecError, match=r"^init_parallel_state: 'base': Topology: "):
             dm.init_parallel_state(tp_size=3)
 
 
@@ -295,3 +295,13 @@ def test_naming_differs_while_a_name_that_compiled_code_looked_up_means_somethin
     assert [set(naming) for naming in told] == [set(), {gone}, {renamed}, {renamed, later}, {gone, later}, {later}]
     tp.names.remove("other")
     tp.names.remove("later")
+
+
+def test_of_several_states_the_one_that_does_not_fit_is_named():
+    """And none of them is registered."""
+    with dm.session(backend="sim", world_size=8):
+        specs = {"thinker": dm.parallel_spec(dp_size=8), "talker": dm.parallel_spec(dp_size=3)}
+        with pytest.raises(SpecError, match=r"'talker': Topology: .*multiply to 3, but the world has 8 ranks"):
+            dm.init_parallel_states(specs)
+        with pytest.raises(ValueError, match="'thinker' is not registered"):
+            dm.get_parallel_state_by_name("thinker")
