@@ -50,7 +50,7 @@ def call_at_world_end(group: Group, act: Callable[[], object]) -> None:
     Reason: torch has no hook for it, and asking before each use of a group would cost more than the use. The map in
     which torch keeps a world's groups holds the only reference to its store's wrapper, and is emptied at the end.
     Without that map nothing is called: handles of an ended world then go on being given, and torch refuses them.
-    Seen in torch 2.11 to 2.14 (`torch.distributed.distributed_c10d._world.pg_map`).
+    Seen in 2.13.0 (`torch.distributed.distributed_c10d._world.pg_map`).
     """
     entry = getattr(getattr(c10d, "_world", None), "pg_map", {}).get(group)
     if entry is not None:
