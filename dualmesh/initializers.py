@@ -195,9 +195,11 @@ def _group_of(initializer: ModeInitializer, backend: str, current: Session) -> A
     if not initializer.groups.is_member(rank):
         return None
     try:
-        return state.group(axis)
-    except (RankError, SpecError):  # several ranks in this process; or JAX, where only grids have a native name
-        return current.driver.fabric().make_group(state.ranks(axis, rank), backend, name)
+        if len(current.local_ranks) == 1:
+            return state.group(axis)
+    except (RankError, SpecError):  # JAX, where only grids have a native name
+        pass
+    return current.driver.fabric().make_group(state.ranks(axis, rank), backend, name)
 
 
 class TrainDPGroupInitializer(ModeInitializer):

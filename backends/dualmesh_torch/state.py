@@ -225,7 +225,7 @@ class TorchState(ParallelState):
         """The session rank of this process."""
         if not self.is_real:
             self.refuse_simulated("this process' rank")
-        return super().held_ranks
+        return self.world.local_ranks  # torch cannot trace a property read through super()
 
     def refuse_simulated(self, where: str) -> None:
         """Refuse to say which rank this code is while torch runs it as several. *Local.*
