@@ -48,7 +48,7 @@ class Matter:
     where: str
     """What the caller does, for messages."""
     ranks: Sequence[int]
-    """The ranks that must agree."""
+    """The ranks that must agree; if their order matters, `said` must tell it."""
     rank: int
     """This one."""
     said: str
@@ -190,9 +190,23 @@ def _counted(count: int, nouns: tuple[str, str]) -> str:
     return f"{count} {nouns[count != 1]}"
 
 
+def member_set(ranks: Sequence[int]) -> Sequence[int]:
+    """Return ranks in ascending order, as a range where they are one: the same however they are listed. *Pure.*
+
+    >>> member_set((2, 1, 3)), member_set((4, 2))
+    (range(1, 4), (2, 4))
+    """
+    if isinstance(ranks, range):  # never written out: it may be as long as the world
+        return ranks if ranks.step == 1 else tuple(sorted(ranks))
+    members = tuple(sorted(ranks))
+    whole = range(members[0], members[0] + len(members))
+    return whole if members[-1] == whole[-1] and len(set(members)) == len(members) else members
+
+
 def _name(ranks: Sequence[int]) -> str:
-    """Return a short name of a list of ranks; a range is not written out."""
-    text = repr(ranks) if isinstance(ranks, range) else ",".join(map(str, ranks))
+    """Return a short name of a set of ranks, so that ranks that list them in another order meet and say so."""
+    members = member_set(ranks)
+    text = repr(members) if isinstance(members, range) else ",".join(map(str, members))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

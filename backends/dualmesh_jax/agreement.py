@@ -5,9 +5,9 @@ How processes agree is in `dualmesh.agreement`, the store in `store`. One proces
 
 from collections.abc import Mapping, Sequence
 
-from dualmesh import __version__, environment
+from dualmesh import environment
 from dualmesh.agreement import Matter, agree
-from dualmesh.state_plan import StatePlan
+from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh_jax.store import JaxStore
 
 NOUNS = ("process", "processes")
@@ -24,28 +24,18 @@ def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], world: s
         world: What of the world the states depend on beside that, in words.
         store: Shared by the processes.
     """
-    by_processes: dict[tuple[int, ...], list[str]] = {}
+    by_processes: dict[tuple[int, ...], list[StatePlan]] = {}
     for plan in plans:
         holders = tuple(sorted({process_of[rank] for rank in members(plan)}))
-        by_processes.setdefault(holders, []).append(_said(plan))
-    for holders, said in sorted(by_processes.items()):
+        by_processes.setdefault(holders, []).append(plan)
+    for holders in sorted(by_processes):
         if store.process in holders:
-            text = f"{len(said)} to build by dualmesh {__version__}{world}: " + "; ".join(said)
-            matter = Matter("init_parallel_state", holders, store.process, text, nouns=NOUNS)
+            said = describe_plans(by_processes[holders], world)
+            matter = Matter("init_parallel_state", holders, store.process, said, nouns=NOUNS)
             agree(store, matter, environment.timeout_s())
 
 
 def members(plan: StatePlan) -> tuple[int, ...]:
     """Return the session ranks of a state in grid order. *Pure.*"""
-    places, first = plan.ranks, plan.topology.rank_offset
-    return tuple(rank if places is None else places[rank - first] for rank in plan.topology.members)
-
-
-def _said(plan: StatePlan) -> str:
-    settings = [f"{plan.name!r}: {plan.topology.spec!r}", f"device_type={plan.device_type!r}"]
-    settings += [f"dp_mode={plan.dp_mode!r}"]
-    settings += [f"ranks={plan.ranks}"] if plan.ranks is not None else []
-    settings += [f"async_enabled={plan.async_enabled}"] if plan.async_enabled else []
-    settings += [f"own_groups={plan.own_groups}"] if plan.own_groups else []
-    settings += [f"group_options={dict(plan.group_options)}"] if plan.group_options else []
-    return ", ".join(settings)
+    places, first = ranks_of(plan), plan.topology.rank_offset
+    return tuple(places[rank - first] for rank in plan.topology.members)

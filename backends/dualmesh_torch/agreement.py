@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from dualmesh import __version__, environment
-from dualmesh.agreement import ROUND_KEYS, Matter, agree
+from dualmesh import environment
+from dualmesh.agreement import ROUND_KEYS, Matter, agree, member_set
 from dualmesh.errors import AgreementError, DualmeshError
-from dualmesh.state_plan import StatePlan
+from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh_torch import private
 
 
@@ -57,12 +57,12 @@ def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
     store = private.default_store()
     if store is None:
         return
-    by_ranks: dict[Sequence[int], list[str]] = {}
+    by_ranks: dict[Sequence[int], list[StatePlan]] = {}
     for plan in plans:
-        by_ranks.setdefault(_members(plan), []).append(_said(plan))
+        by_ranks.setdefault(member_set(ranks_of(plan)), []).append(plan)
     for ranks in sorted(by_ranks, key=lambda members: (members[0], len(members), tuple(members[:64]))):
         if rank in ranks:
-            said = f"{len(by_ranks[ranks])} to build by dualmesh {__version__}: " + "; ".join(by_ranks[ranks])
+            said = describe_plans(by_ranks[ranks])
             agreed(TorchStore(store, session), Matter("init_parallel_state", ranks, rank, said))
 
 
@@ -90,17 +90,3 @@ def unanswered(where: str, rank: int, error: Exception, undone: str = "Nothing w
         f"it, usually that of rank 0, has probably died. {undone} Start the world anew.",
         rank=rank,
     )
-
-
-def _members(plan: StatePlan) -> Sequence[int]:
-    first = plan.topology.rank_offset
-    return plan.ranks if plan.ranks is not None else range(first, first + plan.topology.world_size)
-
-
-def _said(plan: StatePlan) -> str:
-    settings = [f"{plan.name!r}: {plan.topology.spec!r}", f"device_type={plan.device_type!r}"]
-    settings += [f"dp_mode={plan.dp_mode!r}"]
-    settings += [f"async_enabled={plan.async_enabled}"] if plan.async_enabled else []
-    settings += [f"own_groups={plan.own_groups}"] if plan.own_groups else []
-    settings += [f"group_options={dict(plan.group_options)}"] if plan.group_options else []
-    return ", ".join(settings)

@@ -142,7 +142,8 @@ class TorchState(ParallelState):
             return found
         if self._pool.is_real and not self._pool.has(key):
             where = f"{self.label}: the first collective over the ranks {listed(need.ranks)}"
-            said = f"a group in lane {key.lane!r}, number {self._pool.generation(key)} of its kind"
+            said = f"a group of the ranks {listed(need.ranks)} ({need.ranks.digest}) in lane {key.lane!r}, number "
+            said += f"{self._pool.generation(key)} of its kind"
             agree_on_group(where, need.ranks, self._pool.rank, self._pool.session, said)
         self._held.update(self._pool.acquire([key], self, f"{self.label}: the first collective"))
         if self._timeout_s is not None and self._pool.is_real:

@@ -46,10 +46,10 @@ def other_sizes(process):
 
 @fault("process 1 has another version of dualmesh", "AgreementError", "process 1: 1 to build by dualmesh 0.0.9")
 def other_version(process):
-    from dualmesh_jax import agreement
+    from dualmesh import state_plan
 
     if process:
-        agreement.__version__ = "0.0.9"
+        state_plan.__version__ = "0.0.9"
     state_of()
 
 
