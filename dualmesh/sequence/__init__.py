@@ -30,7 +30,7 @@ from dualmesh.sequence.getters import (
     is_context_parallel_initialized,
     is_ulysses_sequence_parallel_initialized,
 )
-from dualmesh.sequence.ring import ring_attention
+from dualmesh.sequence.ring import ring_attention, segment_ids
 from dualmesh.sequence.seed import (
     gather_outputs,
     gather_seq_scatter_heads_qkv,
@@ -72,6 +72,7 @@ __all__ = [
     "reduce_sequence_parallel_loss",
     "ring_attention",
     "roll",
+    "segment_ids",
     "sequence_positions",
     "slice_input_tensor",
     "slice_input_tensor_scale_grad",

@@ -3,10 +3,11 @@
 import numpy as np
 
 
-def attention(query, key, value, cotangent, *, causal):
+def attention(query, key, value, cotangent, *, causal, segments=None):
     """Return (output, d query, d key, d value) of softmax attention; arrays (batch, seq, heads, dim), float64.
 
-    With fewer key/value heads than query heads each of them serves a run of neighbouring query heads.
+    Tokens of unlike `segments`, (batch, seq), do not see each other. With fewer key/value heads than query heads each
+    of them serves a run of neighbouring query heads.
     """
     repeats = query.shape[2] // key.shape[2]
     q, k, v, g = (np.moveaxis(x, 2, 1) for x in (query, key, value, cotangent))
@@ -15,6 +16,8 @@ def attention(query, key, value, cotangent, *, causal):
     scores = q @ np.swapaxes(k, -1, -2) * scale
     if causal:
         scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    if segments is not None:
+        scores = np.where((segments[:, :, None] == segments[:, None, :])[:, None], scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     d_weights = g @ np.swapaxes(v, -1, -2)
