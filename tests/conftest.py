@@ -24,3 +24,9 @@ def world():
 
     with dm.session(backend="sim", world_size=8) as session:
         yield session
+
+
+@pytest.fixture
+def no_framework(monkeypatch):
+    """Scopes as in a process that loaded no framework, also where an earlier test did: JAX refuses some of them."""
+    monkeypatch.setattr("dualmesh.scope._mirrors", ())

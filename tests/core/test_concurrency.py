@@ -87,6 +87,7 @@ def test_states_are_cleared_and_registered_anew_while_others_read(world):
     together(8, work)
 
 
+@pytest.mark.usefixtures("no_framework")
 def test_tasks_with_interleaved_scopes_keep_their_own(world):
     """Tasks that take turns inside scopes, and leave them in another order than they entered."""
     states()

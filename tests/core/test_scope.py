@@ -151,6 +151,7 @@ def test_bind_carries_the_scope_into_a_thread(states):
     assert dm.bind(dm.scope_name)() == "base"
 
 
+@pytest.mark.usefixtures("no_framework")
 def test_copied_context_keeps_the_scope(states):
     with dm.use_parallel_state("a"):
         context = contextvars.copy_context()
@@ -287,6 +288,7 @@ def test_async_generator_steps_run_in_the_scope(states):
     assert asyncio.run(main()) == [((number, "a"), "base") for number in range(3)]
 
 
+@pytest.mark.usefixtures("no_framework")
 def test_with_across_await_keeps_tasks_apart(states):
     async def task(name):
         with dm.use_parallel_state(name):
