@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh import ops
 from dualmesh.ambient import meant
-from dualmesh.errors import ArgumentError, ShapeError
+from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.lazy import array_api_compat
 from dualmesh.sequence.blocks import sequence_positions
 from dualmesh.state import ParallelState
@@ -53,9 +53,9 @@ def ring_attention(
 
     Raises:
         ShapeError: Shapes that do not fit each other.
-        ArgumentError: A causal mask and positions that repeat, with no `segments`: which document is meant by a
-            position is not known. On every rank of the axis. Where looking would wait, in compiled code and on a GPU,
-            the answer is NaN instead.
+        ArrayTypeError: Positions or segments that are not integers.
+        ArgumentError: Positions that repeat, with no `segments`: which document is meant by a position is not known.
+            On every rank of the axis. Where looking would wait, in compiled code and on a GPU, the answer is NaN.
     """
     _check_shapes(query, key, value)
     _check_tokens("positions", positions, query)
@@ -65,9 +65,9 @@ def ring_attention(
     size = ops.axis_size(axis, state=owner)
     width, length = key.shape[-1], query.shape[1]
     repeated = None
-    if causal and positions is None:
-        positions = sequence_positions(query, length, axis, state=owner)
-    elif causal and segments is None:
+    if positions is None:
+        positions = sequence_positions(query, length, axis, state=owner) if causal else None
+    elif segments is None:
         repeated = _repeated(xp, positions, axis, owner)
     heads_first = (0, 2, 1, 3)
     query = xp.permute_dims(query, heads_first) * (width**-0.5 if scale is None else scale)
@@ -168,6 +168,8 @@ def _check_tokens(name: str, given: Any, query: Any) -> None:
             f"(batch, s) = ({batch}, {length}): one integer per token of this rank's block.",
             shape=tuple(given.shape),
         )
+    if given is not None and "int" not in str(given.dtype):
+        raise ArrayTypeError(f"sequence.ring_attention: {name} are {given.dtype}. Give integers.", dtype=given.dtype)
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:

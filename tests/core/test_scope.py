@@ -59,8 +59,8 @@ def test_exception_restores(states):
 
 
 def test_unknown_name_lists_the_names_and_leaves_the_scope(states):
-    with pytest.raises(UnknownStateError, match=r"'c' is not registered. Registered names: base, a, b"):
-        dm.use_parallel_state("c").__enter__()
+    with pytest.raises(UnknownStateError, match=r"'never' is not registered. Registered names: base, a, b"):
+        dm.use_parallel_state("never").__enter__()
     with pytest.raises(ArgumentError, match="42 is no state"):
         dm.use_parallel_state(42).__enter__()
     assert dm.scope_name() == "base"

@@ -144,12 +144,18 @@ def test_positions_that_repeat_without_segments_are_refused_or_poison_what_is_tr
             assert "Give segments=" in wrong[1]
 
 
-def test_tokens_of_another_shape_are_refused():
+def test_tokens_that_cannot_be_meant_are_refused():
     block = np.zeros((2, 4, 1, 3))
     with dm.session(backend="sim", world_size=1):
+        dm.init_parallel_state(cp_size=1)
         for name in ("positions", "segments"):
             with pytest.raises(dm.errors.ShapeError, match=rf"{name} has shape \(3,\). It must be .* = \(2, 4\)"):
                 dm.sequence.ring_attention(block, block, block, **{name: np.arange(3)})
+            with pytest.raises(dm.errors.ArrayTypeError, match=f"{name} are float64. Give integers"):
+                dm.sequence.ring_attention(block, block, block, **{name: np.arange(4.0)})
+        for causal in (True, False):
+            with pytest.raises(dm.errors.ArgumentError, match="positions come more than once"):
+                dm.sequence.ring_attention(block, block, block, causal=causal, positions=np.array([0, 1, 0, 1]))
 
 
 def compiled_whole():
