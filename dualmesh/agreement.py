@@ -1,20 +1,24 @@
 """Do all ranks mean the same? Agreement through a store before anything is done, and who is missing or differs.
 
-One write and one blocking wait per rank when all agree; details are exchanged only when they do not. What is agreed
+One write and one wait per rank when all agree; details are exchanged only when they do not. What is agreed
 on, and the store, come from the backends.
 """
 
 import hashlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dualmesh.errors import AgreementError, GroupTimeoutError, listed
+from dualmesh.errors import AgreementError, GroupTimeoutError, LostPeerError, listed
 
 _COUNT_BITS = 18
 _SUM_BITS = 62
 _POLL_S = 0.02
+_WAITS_S = (0.25, 0.5, 1.0)
+"""How long to wait before looking whether somebody left: longer each time, the last from then on."""
+_LEFT = "dualmesh/left"
 ROUND_KEYS = ("sum", "ended", "verdict")
 """What a round leaves in the store."""
 
@@ -34,8 +38,8 @@ class Store(Protocol):
     def settle(self, key: str, value: str) -> str:
         """Write a value unless there is one; return the one that stands."""
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """Wait until there is a value; tell whether it came in time."""
+    def wait(self, key: str, timeout_s: float, waiting: int) -> bool:
+        """Wait until there is a value, as do up to so many ranks at once; tell whether it came in time."""
 
     def forget(self, round_: str) -> None:
         """Drop the `ROUND_KEYS` of a round, where the store can."""
@@ -65,8 +69,8 @@ class Matter:
     cure: str = "Give every rank the same arguments, in the same order."
 
 
-def agree(store: Store, matter: Matter, timeout_s: float) -> None:
-    """Return once every rank said the same. *Collective over the ranks.*
+def agree(store: Store, matter: Matter, timeout_s: float) -> int:
+    """Return how many rounds of this matter there were before, once every rank said the same. *Collective over them.*
 
     Each rank adds fingerprint * 2**18 + 1 to one counter, so the last one to come sees from the sum alone whether all
     fingerprints are equal, and settles the verdict that the others wait for.
@@ -79,10 +83,11 @@ def agree(store: Store, matter: Matter, timeout_s: float) -> None:
     Raises:
         AgreementError: Ranks said different things; the message names them and what they said.
         GroupTimeoutError: Ranks did not come in time; the message names them.
+        LostPeerError: Ranks have left, and so will not come; the message names them.
     """
     count = len(matter.ranks)
     if count == 1:
-        return
+        return 0
     topic = f"dualmesh/agree/{_name(matter.ranks)}{matter.topic}"
     number = store.add(f"{topic}/round", 0)
     round_ = f"{topic}/{number}"
@@ -94,12 +99,48 @@ def agree(store: Store, matter: Matter, timeout_s: float) -> None:
         verdict = _settled(store, topic, round_, "same" if total == mine * count else "differ")
         if verdict == "same" and number:  # all came, so all have left the round before
             store.forget(f"{topic}/{number - 1}")
-    elif store.wait(f"{round_}/verdict", timeout_s):
+    elif _has_come(store, matter, f"{round_}/verdict", timeout_s):
         verdict = store.find(f"{round_}/verdict") or "late"
     else:
         verdict = _settled(store, topic, round_, "late")
     if verdict != "same":
         raise _disagreement(store, matter, round_, timeout_s, verdict)
+    return number
+
+
+def leave(store: Store, rank: int) -> None:
+    """Leave word that a rank ends its session, so that whoever waits for it hears of it at once. *Local.*"""
+    store.set(f"{_LEFT}/{rank}", "left")
+    store.add(_LEFT, 1)
+
+
+def count_left(store: Store) -> int:
+    """Return how many ranks have left. *Local.*"""
+    return store.add(_LEFT, 0) & ((1 << _COUNT_BITS) - 1)
+
+
+def find_left(store: Store, ranks: Sequence[int]) -> list[int]:
+    """Return which of some ranks have left. *Local.*"""
+    if not count_left(store):
+        return []
+    return [rank for rank in ranks if store.find(f"{_LEFT}/{rank}") is not None]
+
+
+def _has_come(store: Store, matter: Matter, key: str, timeout_s: float) -> bool:
+    """Wait for a key; stop when the time is over or one of the ranks has left."""
+    deadline = time.monotonic() + timeout_s
+    known = 0
+    for wait_s in itertools.chain(_WAITS_S, itertools.repeat(_WAITS_S[-1])):
+        rest = deadline - time.monotonic()
+        if store.wait(key, max(0.001, min(wait_s, rest)), len(matter.ranks)):
+            return True
+        if rest <= wait_s:
+            return False
+        gone = count_left(store)
+        if gone != known and find_left(store, matter.ranks):
+            return False
+        known = gone
+    return False
 
 
 def roll_call(store: Store, topic: str, ranks: Sequence[int], rank: int, said: str, wait_s: float) -> dict[int, str]:
@@ -133,7 +174,7 @@ def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
 
 def _disagreement(
     store: Store, matter: Matter, round_: str, timeout_s: float, verdict: str
-) -> AgreementError | GroupTimeoutError:
+) -> AgreementError | GroupTimeoutError | LostPeerError:
     ranks, nouns = matter.ranks, matter.nouns
     came, answers = _answers(store, matter, round_, timeout_s)
     missing = [member for member in ranks if member not in answers]
@@ -141,6 +182,16 @@ def _disagreement(
     for member, answer in answers.items():
         opinions.setdefault(answer, []).append(member)
     lines = "".join(f"\n  {_named(members, nouns)}: {answer}" for answer, members in opinions.items())
+    left = find_left(store, missing)
+    if left:
+        return LostPeerError(
+            f"{matter.where}: {_named(left, nouns)} left the session and will not come, of "
+            f"{_counted(len(ranks), nouns)} that must all call it. Who came said:{lines}"
+            f"{_traces(store, left, nouns)}\n{matter.undone} Keep the session open on every {nouns[0]} until all have "
+            f"called it.",
+            missing=tuple(missing),
+            left=tuple(left),
+        )
     if missing:
         return GroupTimeoutError(
             f"{matter.where}: {_named(missing, nouns)} did not come within {timeout_s:g} s, of "

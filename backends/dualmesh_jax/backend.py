@@ -95,6 +95,8 @@ class JaxBackend(Backend):
     def stop(self, world: World) -> None:
         """End the session's epoch; JAX's own world cannot be re-created in a process, so it goes on."""
         if self._world is world:
+            if self._store is not None:
+                self._store.leave()
             self._world, self._book, self._store = None, MeshBook(()), None
 
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:

@@ -3,12 +3,14 @@
 Agreement through it is in `agreement`, Python objects through it in `host`.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from dualmesh.agreement import leave
 from dualmesh.errors import GroupTimeoutError, listed
 from dualmesh_jax import private
 
@@ -71,7 +73,7 @@ class JaxStore:
                 raise
         return self.find(key) or value
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float, waiting: int) -> bool:
         try:
             self._client.blocking_key_value_get(self._prefix + key, _milliseconds(timeout_s))
         except jax.errors.JaxRuntimeError as error:
@@ -82,6 +84,11 @@ class JaxStore:
 
     def forget(self, round_: str) -> None:
         self._client.key_value_delete(f"{self._prefix}{round_}/")
+
+    def leave(self) -> None:
+        """Leave word that this process ends its session, so that whoever waits for it hears of it. *Local.*"""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # nobody can be told: the store is gone
+            leave(self, self.process)
 
     def exchanged(self, where: str, processes: Sequence[int], value: bytes) -> Mapping[int, bytes]:
         """Return what every one of some processes gave. *Collective over them, in the same order, with a timeout.*

@@ -4,8 +4,8 @@ How ranks agree is in `dualmesh.agreement`.
 """
 
 import contextlib
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from dualmesh import environment
@@ -13,6 +13,12 @@ from dualmesh.agreement import ROUND_KEYS, Matter, agree, member_set
 from dualmesh.errors import AgreementError, DualmeshError
 from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh_torch import private
+
+_SHORTEST_POLL_S = 0.0005
+_POLL_S_PER_RANK = 1e-4
+"""Ranks that wait together take up to a fifth of the time of the store, which needs some 20 us to answer."""
+_POLL_SHARE = 0.1
+"""How late a rank may see what came, as a share of how long it has waited."""
 
 
 class TorchStore:
@@ -36,11 +42,15 @@ class TorchStore:
         found: bytes = self._store.compare_set(self._prefix + key, "", value)
         return found.decode()
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        try:
-            self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
-        except RuntimeError:
-            return self.find(key) is not None
+    def wait(self, key: str, timeout_s: float, waiting: int) -> bool:
+        # Asked again and again: torch writes a warning to the terminal for each wait that ends without the key.
+        shortest = max(_SHORTEST_POLL_S, waiting * _POLL_S_PER_RANK)
+        begin = time.monotonic()
+        while not self._store.check([self._prefix + key]):
+            waited = time.monotonic() - begin
+            if waited >= timeout_s:
+                return False
+            time.sleep(min(max(shortest, waited * _POLL_SHARE), timeout_s - waited))
         return True
 
     def forget(self, round_: str) -> None:
@@ -73,10 +83,10 @@ def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, sa
         agreed(TorchStore(store, session), Matter(where, ranks, rank, said))
 
 
-def agreed(store: TorchStore, matter: Matter) -> None:
-    """Return once all ranks of a matter said the same. *Collective over them*, with a timeout."""
+def agreed(store: TorchStore, matter: Matter, timeout_s: float | None = None) -> int:
+    """Return the number of the round, once all ranks of a matter said the same. *Collective over them*."""
     try:
-        agree(store, matter, environment.timeout_s())
+        return agree(store, matter, environment.timeout_s() if timeout_s is None else timeout_s)
     except DualmeshError:
         raise
     except RuntimeError as error:
@@ -87,6 +97,6 @@ def unanswered(where: str, rank: int, error: Exception, undone: str = "Nothing w
     """Return the error for a store that does not answer. *Pure.*"""
     return AgreementError(
         f"{where}: the store in which the ranks met does not answer on rank {rank}: {error}. The process that holds "
-        f"it, usually that of rank 0, has probably died. {undone} Start the world anew.",
+        f"it, usually that of rank 0, has probably died, or left its session. {undone} Start the world anew.",
         rank=rank,
     )

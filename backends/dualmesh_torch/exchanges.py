@@ -3,13 +3,14 @@
 What is exchanged is in `eager`, `pending`, `host` and others; how ranks compare is in `dualmesh.agreement`.
 """
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dualmesh.agreement import Matter, roll_call
+from dualmesh.agreement import Matter, find_left, roll_call
 from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
 from dualmesh_torch import private
@@ -89,6 +90,8 @@ def refuse_failure(verb: str, party: Party | Everyone, error: BaseException) -> 
         others = [f"rank {rank} in {said}" for rank, said in words.items() if rank != me]
         told = f" It failed too on {listed(others)}." if others else ""
         told += f" No word from {'rank' if len(silent) == 1 else 'ranks'} {listed(silent)}." if silent else ""
+        left = _find_left(party, silent)
+        told += f" {'Rank' if len(left) == 1 else 'Ranks'} {listed(left)} left the session." if left else ""
     raise kind(
         f"{verb}: {party.words}: the exchange over ranks {listed(ranks)} failed on rank {me}: "
         f"{_first_sentence(error)}.{told} A rank died, left, or did not "
@@ -116,6 +119,13 @@ def _roll_call(party: Party | Everyone, ranks: tuple[int, ...], said: str) -> di
         return roll_call(TorchStore(store, party.pool.session), party.name, ranks, party.pool.rank, said, ROLL_CALL_S)
     except (RuntimeError, ValueError, AttributeError):  # no world any more, or a torch that does not hand it out
         return None
+
+
+def _find_left(party: Party | Everyone, ranks: Sequence[int]) -> list[int]:
+    try:
+        return find_left(TorchStore(private.default_store(), party.pool.session), ranks)
+    except (RuntimeError, ValueError, AttributeError):
+        return []
 
 
 class exchange:

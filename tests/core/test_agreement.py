@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from dualmesh.agreement import ROUND_KEYS, Matter, agree, roll_call
-from dualmesh.errors import AgreementError, GroupTimeoutError
+from dualmesh.agreement import ROUND_KEYS, Matter, agree, leave, roll_call
+from dualmesh.errors import AgreementError, GroupTimeoutError, LostPeerError
 
 
 class MemoryStore:
@@ -38,7 +38,7 @@ class MemoryStore:
                 self.values.pop(f"{round_}/{key}", None)
                 self.counters.pop(f"{round_}/{key}", None)
 
-    def wait(self, key, timeout_s):
+    def wait(self, key, timeout_s, waiting):
         self.waits += 1
         with self.moved:
             return self.moved.wait_for(lambda: key in self.values, timeout_s)
@@ -52,7 +52,7 @@ def outcomes(store, said, ranks=None, delays=None, timeout_s=1.0, **settings):
         time.sleep((delays or {}).get(rank, 0))
         try:
             agree(store, Matter("build", ranks or tuple(said), rank, said[rank], **settings), timeout_s)
-        except (AgreementError, GroupTimeoutError) as error:
+        except (AgreementError, GroupTimeoutError, LostPeerError) as error:
             found[rank] = error
         else:
             found[rank] = None
@@ -87,6 +87,22 @@ def test_rounds_after_the_first_cost_no_more_and_leave_no_keys_behind():
     kept = {key.rsplit("/", 1)[-1] for key in (*store.values, *store.counters)}
     assert kept <= {*ROUND_KEYS, "round"}
     assert len(store.values) + len(store.counters) <= 4
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_rank_that_left_before_or_while_others_wait_is_named_long_before_the_time_is_over(is_early):
+    store = MemoryStore()
+    leaving = threading.Timer(0.0 if is_early else 0.4, leave, (store, 2))
+    leaving.start()
+    if is_early:
+        leaving.join()
+    found = outcomes(store, dict.fromkeys((0, 1), "x"), ranks=(0, 1, 2, 3), timeout_s=15.0)
+    leaving.join()
+    for error in found.values():
+        assert isinstance(error, LostPeerError)
+        assert (error.left, error.missing) == ((2,), (2, 3))
+        assert "rank 2 left the session and will not come, of 4 ranks" in str(error)
+    assert outcomes(store, dict.fromkeys((0, 1), "x")) == dict.fromkeys((0, 1)), "the others go on"
 
 
 def test_what_may_differ_is_told_only_where_ranks_do_not_agree():
