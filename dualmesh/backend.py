@@ -33,6 +33,10 @@ class Launch:
     """"tcp://host:port" or "env://"; None: nobody to meet."""
     by_launcher: bool = False
     """The launcher said `init_method`, not the caller: its own store may listen there."""
+    has_launchers_store: bool = False
+    """A store of torchrun's listens there, so no process of the world need hold one."""
+    attempt: int = 0
+    """How often the launcher has started these processes anew: what they left in its store is another world's."""
     has_own_device: bool = False
     """The launcher gives each process the device of its `local_rank`."""
     local_devices: int | None = None

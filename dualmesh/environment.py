@@ -18,6 +18,8 @@ OWN_NAMES = ("BACKEND", "CONFIG", "DEBUG", "ENV", "SPEC", "STRICT", "TIMEOUT_S")
 """What dualmesh's own variables are called after the prefix, beside the settings of a state; ENV is of its scripts."""
 _SIZE = "_SIZE"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""Which torchrun sets: how often it has restarted its workers."""
 TIMEOUT_VARIABLE = "DUALMESH_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -96,6 +98,8 @@ def launch_from(
         local_rank=local_rank_of(variables, rank),
         init_method=f"tcp://{said['MASTER_ADDR']}:{number_of(said, 'MASTER_PORT')}",
         by_launcher=True,
+        has_launchers_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=number_of(variables, RESTARTS, 0),
         has_own_device=_is_slurms(variables),
         local_devices=local_devices,
         timeout_s=timeout_s,

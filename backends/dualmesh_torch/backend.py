@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dualmesh import environment
 from dualmesh.addresses import free_port
 from dualmesh.backend import Backend, Launch
 from dualmesh.border import Border
-from dualmesh.errors import BackendError, SessionError, listed
+from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
 from dualmesh.fabric import Fabric
 from dualmesh.groups_in_use import GroupInUse
 from dualmesh.scope import set_explainer
@@ -26,6 +27,7 @@ from dualmesh_torch.border import TorchBorder
 from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.regions import carry_to_workers, follow_backward, forget_scopes
+from dualmesh_torch.rendezvous import Rendezvous, say_goodbye
 from dualmesh_torch.scope import explain
 from dualmesh_torch.state import TorchState
 from dualmesh_torch.transfer_carrier import TorchCarrier
@@ -40,6 +42,7 @@ class TorchBackend(Backend):
     def __init__(self) -> None:
         self._world: World | None = None
         self.pool: GroupPool | None = None
+        self._rendezvous = Rendezvous()
         self._fabric: tuple[GroupPool | None, TorchFabric] = (None, TorchFabric(None))
         carry_to_workers()
         set_explainer(explain)
@@ -69,14 +72,14 @@ class TorchBackend(Backend):
                 asked=launch.local_devices,
             )
         arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.process_count}
-        if launch.init_method is None:
-            arguments["store"] = dist.HashStore()  # type: ignore[attr-defined]
-        else:
-            arguments["init_method"] = launch.init_method
         if launch.timeout_s is not None:
             arguments["timeout"] = timedelta(seconds=launch.timeout_s)
+        communication = _communication(launch)
         try:
-            dist.init_process_group(_communication(launch), **arguments)
+            store = self._rendezvous.meet(launch, f"{launch.process_count} processes, {communication}")
+            dist.init_process_group(communication, store=store, **arguments)
+        except DualmeshError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise SessionError(
                 f"Backend 'torch': rank {launch.rank} of {launch.process_count} could not join the world at "
@@ -90,6 +93,9 @@ class TorchBackend(Backend):
 
     def stop(self, world: World) -> None:
         if world.is_live():
+            if self.pool is not None and self.pool.is_real:
+                self.pool.finish(environment.timeout_s())
+                say_goodbye(private.default_store(), self.pool.session, self.pool.rank, self.pool.size)
             dist.destroy_process_group()
         forget_scopes()
         private.forget_plans()  # also of meshes that no state held: their groups are gone
@@ -179,7 +185,9 @@ def _announced(rank: int, slot: str) -> str:
     """Return the address that rank 0 puts into the default store: a free port, on the host of that store."""
     store: Any = private.default_store()
     if rank == 0:
-        innermost = store.underlying_store if isinstance(store, PrefixStore) else store
+        innermost = store
+        while isinstance(innermost, PrefixStore):
+            innermost = innermost.underlying_store
         host = innermost.host if isinstance(innermost, TCPStore) else "127.0.0.1"
         store.set(slot, f"{host}:{free_port()}")
     return str(store.get(slot).decode())

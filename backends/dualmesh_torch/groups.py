@@ -5,7 +5,7 @@ Which groups a rank needs is planned in `dualmesh.lanes`; what states do with th
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -13,12 +13,15 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 
 from dualmesh import environment
-from dualmesh.errors import GroupTimeoutError, listed
+from dualmesh.agreement import find_left
+from dualmesh.errors import GroupTimeoutError, LostPeerError, listed
 from dualmesh.group_options import GroupOptions
 from dualmesh.lanes import Lane, Membership, RankList
 from dualmesh.layout import Layout
 from dualmesh.state import AxisTable
 from dualmesh_torch import private
+from dualmesh_torch.agreement import TorchStore
+from dualmesh_torch.retirement import Retirement
 
 Group = dist.ProcessGroup
 
@@ -54,6 +57,7 @@ class GroupPool:
         self._groups: dict[Key, Group] = {}
         self._users: dict[Key, dict[int, object]] = {}
         self._generations: dict[Key, int] = {}
+        self._retirement = Retirement(self._destroy)
         self._lock = threading.RLock()
         self._stores = threading.local()
 
@@ -108,6 +112,7 @@ class GroupPool:
             GroupTimeoutError: Not all members came.
         """
         with self._lock:
+            self._retirement.sweep()
             found: dict[Key, Group] = {}
             try:
                 for key in sorted(set(keys)):
@@ -133,12 +138,12 @@ class GroupPool:
                     key.ranks, self._timeout(key, settings), key.backend, _native(key, settings)
                 )
             except RuntimeError as error:
-                raise _unmade("init_parallel_state", key, self.rank, error) from error
+                raise _unmade("init_parallel_state", key, self, error) from error
             if self.rank in key.ranks:
                 self._groups[key] = group
 
     def release(self, user: object, keys: Iterable[Key] | None = None) -> None:
-        """Let go of groups (None: of all); those without another user are destroyed. *Local.*"""
+        """Let go of groups (None: of all); those without another user end, once all members have made them. *Local.*"""
         with self._lock:
             ended = []
             for key in list(self._groups if keys is None else keys):
@@ -147,18 +152,27 @@ class GroupPool:
                 if not users:
                     self._users.pop(key, None)
                     ended.append(self._groups.pop(key, None))
-            self._end([group for group in ended if group is not None and group is not self.default])
+            if dist.group.WORLD is self.default:
+                self._retirement.retire(group for group in ended if group is not None and group is not self.default)
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until no member still makes a group that was let go of, or the time is over. *Local*, but for the wait.
+
+        The session ends after it, and with the session this rank's ends of what they connect to.
+        """
+        with self._lock:
+            self._retirement.wait(timeout_s)
 
     def forget(self) -> None:
         """Drop all groups without ending them: they are another process'. *Local.*"""
         self._groups, self._users = {}, {}
+        self._retirement = Retirement(self._destroy)
         self._lock = threading.RLock()  # the old one may be held by a thread that is not here
 
-    def _end(self, groups: Sequence[Group]) -> None:
-        if groups and dist.group.WORLD is self.default:
-            for group in groups:
-                dist.destroy_process_group(group)
-            private.forget_plans()
+    def _destroy(self, groups: list[Group]) -> None:
+        for group in groups:
+            dist.destroy_process_group(group)
+        private.forget_plans()
 
     def _made(self, key: Key, where: str) -> Group:
         group = self.default if self._is_default(key) else self._created(key, where)
@@ -184,7 +198,11 @@ class GroupPool:
         try:
             group = private.member_group(key.ranks, self.rank, name, key.backend, patience, _native(key, settings))
         except RuntimeError as error:
-            raise _unmade(where, key, self.rank, error) from error
+            raise _unmade(where, key, self, error) from error
+        finally:
+            if self.is_real and len(key.ranks) > 1:
+                place = key.ranks.index(self.rank)
+                self._retirement.count_in(name, private.address_keys(name, key.device_type, place))
         if patience is not timeout:
             private.set_timeout(group, timeout or private.default_timeout(key.backend))
         return group
@@ -195,11 +213,22 @@ class GroupPool:
         return private.timeout_of(self.default, key.device_type)
 
 
-def _unmade(where: str, key: Key, rank: int, error: Exception) -> GroupTimeoutError:
+def _unmade(where: str, key: Key, pool: GroupPool, error: Exception) -> GroupTimeoutError | LostPeerError:
+    found = f"{where}: the group of ranks {listed(key.ranks)} could not be made on rank {pool.rank}: {error}."
+    try:
+        store = private.default_store() if pool.is_real else None
+        left = [] if store is None else find_left(TorchStore(store, pool.session), key.ranks)
+    except RuntimeError:
+        left = []
+    if left:
+        return LostPeerError(
+            f"{found} Rank{'s' * (len(left) > 1)} {listed(left)} left the session. Keep it open on every rank until "
+            f"all have built their states.",
+            ranks=key.ranks,
+            left=tuple(left),
+        )
     return GroupTimeoutError(
-        f"{where}: the group of ranks {listed(key.ranks)} could not be made on rank {rank}: {error}. Every "
-        f"one of these ranks must build the same states, in the same order.",
-        ranks=key.ranks,
+        f"{found} Every one of these ranks must build the same states, in the same order.", ranks=key.ranks
     )
 
 

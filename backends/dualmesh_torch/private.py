@@ -113,6 +113,16 @@ def member_group(
     return group
 
 
+def address_keys(name: str, device_type: str, index: int) -> list[str]:
+    """Return the keys under which one member of a group left its address in the default store.
+
+    Reason: torch never deletes them, so the store of a program that makes groups again and again grows. They come of
+    the prefixes that `_new_process_group_helper` nests and of gloo's own; under other names nothing is deleted.
+    Seen in 2.13.
+    """
+    return [f"{name}//{device}//0/{index}" for device in sorted({"cpu", device_type})]
+
+
 def lone_group(rank: int, size: int, name: str, backend: str, store: Any, timeout: timedelta) -> Group:
     """Make a group of processes that share no default group, through a store of its own. *Collective over it.*
 

@@ -36,6 +36,17 @@ def total(size=4, axis="dp"):
     return program, dm.distribute(np.arange(float(size)), dm.P(axis))
 
 
+# -- processes that are not there ----------------------------------------------------------------------------------
+
+
+@fault("process 1 ends its session, without an error, where process 0 builds a state", "LostPeerError", "'late'",
+       "process 1 left the session and will not come, of 2 processes", leaves=True, at={1: ("", ())})  # fmt: skip
+def leaves_early(process):
+    state_of()
+    if process == 0:
+        dm.init_parallel_state(dp_size=4, name="late")
+
+
 # -- states that are not the same ----------------------------------------------------------------------------------
 
 

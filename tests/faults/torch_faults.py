@@ -509,6 +509,28 @@ def raises_in_scope(rank):
         dm.ops.all_reduce(ones(), "tp")
 
 
+def leaving(who):
+    """Return a body in which a rank ends its session, without an error, where the others build a state."""
+
+    def body(rank):
+        grid()
+        if rank != who:
+            grid("late", own_groups=True)
+
+    return body
+
+
+for _who in (3, 0):
+    FAULTS[f"rank {_who} leaves"] = Fault(
+        f"rank {_who} ends its session, without an error, where the others build a state",
+        leaving(_who),
+        "LostPeerError",
+        ("init_parallel_state", "'late'", f"rank {_who} left the session and will not come, of 4 ranks"),
+        {_who: ("", ())},
+        leaves=True,
+    )
+
+
 # -- states that are no more ---------------------------------------------------------------------------------------
 
 
@@ -552,10 +574,7 @@ def program_after_destroy(rank):
     lifted(ones())
 
 
-WRAPPED = ("InternalTorchDynamoError", ("StaleStateError: ops.all_reduce: State 'base' lost its world",))
-
-
-@fault("a compiled function is called after the world was destroyed", "", at=dict.fromkeys(range(4), WRAPPED))
+@fault("a compiled function is called after the world was destroyed", "StaleStateError", "State 'base' lost its world")
 def compiled_after_destroy(rank):
     import torch
     import torch.distributed as dist
@@ -680,7 +699,14 @@ def malformed_timeout(rank):
     dm.init_parallel_state(**options)
 
 
-@fault("rank 1 never starts", "SessionError", "rank 0 of 2", world=1, has_world=False, timeout_s=SHORT_S)
+@fault(
+    "rank 1 never starts",
+    "GroupTimeoutError",
+    "init_distributed: rank 1 did not come",
+    world=1,
+    has_world=False,
+    timeout_s=SHORT_S,
+)
 def never_starts(rank):
     launched(rank)
 
@@ -699,8 +725,9 @@ def port_in_use(rank):
         launched(rank)
 
 
-@fault("the ranks say other world sizes", "SessionError", "of 3", world=2, has_world=False, timeout_s=SHORT_S,
-       at={1: ("SessionError", ("of 2",))})  # fmt: skip
+@fault("the ranks say other world sizes", "GroupTimeoutError", "ranks 1, 2 did not come", "rank 1 came last to",
+       "2 processes", world=2, has_world=False, timeout_s=SHORT_S,
+       at={1: ("GroupTimeoutError", ("rank 0 did not come", "rank 0 came last to", "3 processes"))})  # fmt: skip
 def other_world_sizes(rank):
     launched(rank, WORLD_SIZE="2" if rank else "3")
 

@@ -3,6 +3,7 @@
 import itertools
 
 import dualmesh as dm
+from tests.bench import cycles
 from tests.worlds import torch_world
 
 TIMES = 50
@@ -61,6 +62,15 @@ def test_fifty_partial_permuted_and_members_only_states_in_all_orders_leave_noth
         assert groups == (0,) * 5
         for counts in (threads, descriptors, sockets):
             assert max(counts[1:]) <= counts[1] + 1, held
+
+
+def test_states_cleared_at_once_while_others_still_build_leave_nothing_even_in_the_store():
+    """Sixty cycles; `python -m tests.bench.cycles` makes ten thousand of them."""
+    for rows in cycles.run(60, 4):
+        groups, threads, descriptors, _, keys = zip(*rows, strict=True)
+        assert set(groups) == {1}
+        assert len(set(keys)) == 1, rows
+        assert (max(threads), max(descriptors)) <= (threads[1], descriptors[1]), rows
 
 
 def from_two_threads(debug):

@@ -167,3 +167,40 @@ def test_twenty_lives_of_a_state_leave_no_group_thread_socket_mesh_or_memory_beh
         assert len({cycle[:4] for cycle in found[1:]}) == 1, found
         assert found[-1][2:4] == (1, 0)
         assert found[-1][4] - found[2][4] < 2.0, found
+
+
+def clearing_early():
+    """Clear while rank 1 still makes the group; return whether it was kept, until when, and a sum over new groups."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from dualmesh import discovery
+    from dualmesh_torch import private
+
+    rank, pool = dist.get_rank(), discovery.load("torch").pool
+    member_group, before = private.member_group, private.group_names()
+
+    def slow(*arguments):
+        group = member_group(*arguments)
+        time.sleep(1.0)
+        return group
+
+    if rank == 1:
+        private.member_group = slow
+    try:
+        dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), name="early", own_groups=True)
+    finally:
+        private.member_group = member_group
+    dm.clear_parallel_state()
+    kept = len(private.group_names()) > len(before)
+    pool.finish(30.0)
+    ended = private.group_names() == before
+    dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}), name="again", own_groups=True)
+    return kept, ended, dm.ops.all_reduce(torch.ones(1), "a").item()
+
+
+def test_a_group_that_a_slow_member_still_makes_is_kept_until_it_is_made_and_ended_then():
+    """The fast rank is through a second before the slow one, which, being last, has nothing to wait for."""
+    assert torch_world(clearing_early, world_size=2) == [(True, True, 2.0), (False, True, 2.0)]

@@ -1,5 +1,9 @@
 """Worlds: adopted, ended by others, begun again; what old handles then say."""
 
+import os
+import subprocess
+import sys
+
 import dualmesh as dm
 from tests.workers import free_port
 from tests.worlds import torch_pool
@@ -191,3 +195,77 @@ def without_jax():
 
 def test_the_backend_works_without_jax():
     assert without_jax() == "['jax']"
+
+
+def beginning_again(rank, world_size, port):
+    """Return the sums of three lives of a world at one address; a rank is late where another has gone on."""
+    import time
+
+    import torch
+
+    sums = []
+    for life in range(3):
+        time.sleep(0.2 if rank == life else 0.0)
+        address = f"tcp://127.0.0.1:{port}"
+        with dm.session("torch", rank=rank, world_size=world_size, init_method=address, timeout_s=30.0):
+            dm.init_parallel_state(dp_size=world_size)
+            sums.append(dm.ops.all_reduce(torch.tensor([float(rank + life)]), "dp").item())
+    return sums
+
+
+def test_a_world_begins_again_and_again_at_the_same_address_though_its_ranks_are_not_in_step():
+    """Rank 0, which holds the store, is late in the first life, the others in those after it."""
+    assert started(beginning_again, 3) == [[3.0, 6.0, 9.0]] * 3
+
+
+def coming_late(rank, world_size, port):
+    """Return what a rank is told while rank 2 is missing, and the sum once it has come."""
+    import time
+
+    import torch
+
+    address, said = f"tcp://127.0.0.1:{port}", None
+    arguments = {"rank": rank, "world_size": world_size, "init_method": address}
+    if rank == 2:
+        time.sleep(3.0)
+    else:
+        try:
+            dm.init_distributed("torch", timeout_s=1.0, **arguments)
+        except dm.DualmeshError as error:
+            said = type(error).__name__, error.missing, "No world was started" in str(error)
+    with dm.session("torch", timeout_s=30.0, **arguments):
+        dm.init_parallel_state(dp_size=world_size)
+        return said, dm.ops.all_reduce(torch.tensor([float(rank)]), "dp").item()
+
+
+def test_who_does_not_come_to_the_start_of_a_world_is_named_and_the_next_attempt_meets():
+    said = ("GroupTimeoutError", (2,), True)
+    assert started(coming_late, 3) == [(said, 3.0), (said, 3.0), (None, 3.0)]
+
+
+RESTARTED = """
+import os, sys, torch, dualmesh as dm
+rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+for life in range(2):
+    with dm.session("torch"):
+        dm.init_parallel_state(dp_size=-1)
+        total = dm.ops.all_reduce(torch.tensor([1.0 + rank]), "dp").item()
+        os.write(1, f"attempt {attempt}, life {life}, rank {rank}: {total}\\n".encode())
+        if attempt == "0" and rank == 1 and life == 1:
+            sys.exit(3)
+"""
+
+
+def test_torchrun_restarts_workers_whose_worlds_begin_again_in_its_store(tmp_path):
+    """The second attempt finds the first one's addresses, of sockets that are closed, in the launcher's store."""
+    (tmp_path / "trainer.py").write_text(RESTARTED)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    ended = subprocess.run(
+        [*launch, "trainer.py"],
+        **{"cwd": tmp_path, "env": os.environ | {"DUALMESH_TIMEOUT_S": "20"}, "capture_output": True, "text": True},
+        **{"timeout": 120, "check": False},
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lives = [(attempt, life, rank) for attempt in range(2) for life in range(2) for rank in range(2)]
+    wanted = [f"attempt {attempt}, life {life}, rank {rank}: 3.0" for attempt, life, rank in lives]
+    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("attempt")) == wanted
