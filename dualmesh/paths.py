@@ -69,16 +69,20 @@ def with_paths(tree: Any, prefix: tuple[object, ...] = ()) -> Iterator[tuple[str
     >>> list(with_paths({"layers": [{"w": 1}, {"w": 2}], "bias": None}))
     [('layers.0.w', 1), ('layers.1.w', 2)]
     """
-    if isinstance(tree, Mapping):
-        items: Iterable[tuple[object, Any]] = tree.items()
-    elif isinstance(tree, list | tuple):
-        items = zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True)
-    else:
-        if tree is not None:
-            yield path_of(prefix), tree
-        return
-    for key, value in items:
+    items = keyed_items(tree)
+    for key, value in items or ():
         yield from with_paths(value, (*prefix, key))
+    if items is None and tree is not None:
+        yield path_of(prefix), tree
+
+
+def keyed_items(tree: Any) -> list[tuple[object, Any]] | None:
+    """Return the (key, item) pairs of a container, fields by name; None of what is a leaf or nothing. *Pure.*"""
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, list | tuple):
+        return list(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
+    return None
 
 
 def leaves_by_path(where: str, tree: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Who sends what is in `transfer_plan`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,11 +156,13 @@ class End:
         """
         fused = self.fused()
         parts = {part for path, one in fused.items() for part in one.names(path)}
-        found = [new for new, old in self.renames.items() if old == name and new not in parts]
-        if name in self.renames or name in parts:
+        own = set(self.specs) - set(fused) if self.is_listed else set()
+        # What a fused array takes may be asked for by itself as well, by a spec of its own.
+        found = [new for new, old in self.renames.items() if old == name and (new not in parts or new in own)]
+        if name in self.renames:
             return found
-        is_elsewhere = bool(found) or is_fused
-        if is_elsewhere and not (self.is_listed and name in self.specs and name not in fused):
+        is_elsewhere = bool(found) or is_fused or name in parts
+        if is_elsewhere and name not in own:
             return found
         return [name, *found]
 
@@ -214,7 +216,7 @@ def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[
         if name in here:
             raise ShardingError(f"plan_transfer: {source.what} holds {name!r} twice: as a path, and fused.", path=name)
         here[name] = array, held
-    _check_renames(here, source, target)
+    check_names("plan_transfer", {*here, *source.known_names()}, target)
     sizes = {name: array for name, (array, _) in here.items()}
     places: dict[str, list[Held]] = {name: [] for name in here}
     for path, fused in target.fused().items():
@@ -238,31 +240,45 @@ def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[
             yield array, given, taken
 
 
-def _check_renames(here: Mapping[str, Any], source: End, target: End) -> None:
-    """Refuse renames of what the source does not have, to what the target does not have, and specs of neither."""
-    known = sorted({*here, *source.known_names()})
+def check_names(where: str, known: Iterable[str], target: End, cure: str = "") -> None:
+    """Refuse renames of what the source does not have, to what the target does not have, and specs of neither. *Pure.*
+
+    Args:
+        where: Who asks.
+        known: The arrays of the source, fused ones apart: those that its tree holds, and those that its specs list, as
+            a tree may be any part of a model.
+        target: The end that takes them.
+        cure: What else may be done.
+
+    Raises:
+        ShardingError: A name that would be ignored.
+    """
+    known = sorted(known)
+    held = f"which the source does not hold. It holds: {listed(known)}."
     for new, old in target.renames.items():
         if old not in known:
             raise ShardingError(
-                f"plan_transfer: renames: {new!r} shall be {old!r}, which the source does not hold. It holds: "
-                f"{listed(known)}.{did_you_mean(old, known)}",
-                path=old,
+                f"{where}: renames: {new!r} shall be {old!r}, {held}{did_you_mean(old, known)}{cure}", path=old
             )
         if target.is_listed and new not in target.known_names():
             raise ShardingError(
-                f"plan_transfer: renames: {target.what} has no spec for {new!r}. Its paths: {listed(target.specs)}."
+                f"{where}: renames: {target.what} has no spec for {new!r}. Its paths: {listed(target.specs)}."
                 f"{did_you_mean(new, target.known_names())}",
                 path=new,
             )
-    if target.is_listed and source.is_listed:
-        fused = target.fused()
-        for path in target.specs:
-            if path not in fused and target.renames.get(path, path) not in known:
-                raise ShardingError(
-                    f"plan_transfer: {target.what} asks for {path!r}, which the source does not hold. It holds: "
-                    f"{listed(known)}. renames={{path in the target: path in the source}} says which is which.",
-                    path=path,
-                )
+    fused = target.fused()
+    for path in target.specs if target.is_listed else ():
+        names = fused[path].names(path) if path in fused else (path,)
+        absent = [name for name in (target.renames.get(name, name) for name in names) if name not in known]
+        if not absent:
+            continue
+        asks = f"{path!r}, fused of {listed(absent)} too" if path in fused else repr(path)
+        raise ShardingError(
+            f"{where}: {target.what} asks for {asks}, {held}{did_you_mean(absent[0], known)} Leave its spec out, or "
+            f"say by renames={{path in the target: path in the source}} which is which; a source that sends a part of "
+            f"its arrays lists the specs of all, path by path.{cure}",
+            path=path,
+        )
 
 
 def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:
@@ -324,4 +340,20 @@ def _sized(array: Array, dim: int, size: int) -> Array:
 def _mapping(where: str, what: str, specs: Any) -> dict[str, Any]:
     if not isinstance(specs, Mapping):
         raise ArgumentError(f"{where}: {what}: specs={specs!r}. Give a dm.P, {{path: dm.P}} or a dm.ShardingPlan.")
-    return {str(path): spec if isinstance(spec, Fused) else P.of(spec) for path, spec in specs.items()}
+    found: dict[str, Any] = {}
+    for key, spec in specs.items():
+        path = str(key)
+        if path in found:
+            raise ArgumentError(
+                f"{where}: {what}: two specs have the path {path!r}, as keys are read as text. Leave one of them out.",
+                path=path,
+            )
+        if not (is_spec(spec) or isinstance(spec, Fused)):
+            raise ShardingError(
+                f"{where}: {what}: the spec of {path!r} is {spec!r}. Give a dm.P or a dm.Fused for every path, whose "
+                f"keys are joined by dots.",
+                path=path,
+                spec=spec,
+            )
+        found[path] = spec if isinstance(spec, Fused) else P.of(spec)
+    return found

@@ -58,7 +58,7 @@ def transfer_link(
         checksum: Whether the target compares what arrives with what was sent; both sides say the same.
 
     Raises:
-        ArgumentError: The role or the address is none.
+        ArgumentError: The role or the address is none; or renames on the source.
         AgreementError: Sides said different settings.
         GroupTimeoutError: Processes did not come in time; the message names them.
     """
@@ -73,6 +73,12 @@ def transfer_link(
     found.require_ready(where)
     end_of(where, role, (found, specs))
     names = renames_of(where, renames)
+    if names and role == "source":
+        raise ArgumentError(
+            f"{where}: renames={names!r} on the source, which sends under its own names. Give them on the target: "
+            f"{{path there: path in the source}}.",
+            renames=renames,
+        )
     limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
     address, bound = address_of(where, store), positive(where, "buffer_bytes", buffer_bytes)
     own = found.host.all_gather(found.local_ranks[0], "world")

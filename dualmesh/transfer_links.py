@@ -16,7 +16,6 @@ from dualmesh.errors import (
     ArgumentError,
     DualmeshError,
     ShardingError,
-    did_you_mean,
     listed,
 )
 from dualmesh.group_options import checked_timeout
@@ -26,9 +25,9 @@ from dualmesh.paths import leaves_by_path
 from dualmesh.resolution import positive
 from dualmesh.spec import TopologySpec
 from dualmesh.state import ParallelState
-from dualmesh.transfer_ends import Fused, end_of
+from dualmesh.transfer_ends import End, Fused, check_names, end_of
 from dualmesh.transfer_groups import TransferGroup
-from dualmesh.transfer_into import put
+from dualmesh.transfer_into import put_all
 from dualmesh.transfer_passage import Passage
 from dualmesh.transfer_plan import TransferPlan, plan_transfer
 from dualmesh.transfer_run import HostBlocks, carry, message_bytes
@@ -66,7 +65,7 @@ class TransferLink:
         self._lock = threading.Lock()
         self._known: dict[str, Any] = {}
         self._seen: set[str] = set()
-        """The arrays that trees of this link have held."""
+        """The arrays that trees of this link have held, fused ones apart."""
 
     # -- what it does ----------------------------------------------------------------------------------------------
 
@@ -117,8 +116,14 @@ class TransferLink:
 
         def finish(found: tuple[int, dict[str, HostLeaf]]) -> int:
             version, leaves = found
-            for path, leaf in leaves.items():
-                put(into, path, self.state.arrays.from_host(path, wanted[path], leaf, self._plain(path, leaf.shape)))
+            arrays = self.state.arrays
+            put_all(
+                into,
+                {
+                    path: arrays.from_host(path, wanted[path], leaf, self._plain(path, leaf.shape))
+                    for path, leaf in leaves.items()
+                },
+            )
             return version
 
         return Passage(lambda: lambda: self._receive(wanted, limit), finish)
@@ -171,7 +176,7 @@ class TransferLink:
         with self._lock:
             arrays = {path: [list(leaf.shape), leaf.itemsize, leaf.dtype] for path, leaf in leaves.items()}
             specs = to_data({path: self._spec(path, leaf.shape) for path, leaf in leaves.items()})
-            header = {"arrays": arrays, "specs": specs}
+            header = {"arrays": arrays, "specs": specs, "listed": sorted(self._end().known_names())}
             digest = hashlib.sha256(json.dumps(header).encode()).hexdigest()
             for peer in self._peers.values():
                 peer.say(version=version, digest=digest, header=header)
@@ -219,6 +224,7 @@ class TransferLink:
                 self._tell_all(wrong=f"{type(error).__name__}: {error}")
                 raise
             self._tell_all(done=version)
+            self._seen |= {name for name, _ in _sent_names(said[next(iter(said))]["header"])}
             found, shapes = {}, _whole_shapes(plan)
             for path, (_, array) in plan.target_blocks().items():
                 blocks = {rank: room[at][path] for at, rank in self._own.items()}
@@ -240,8 +246,8 @@ class TransferLink:
                     f"differ. Send the same version of the same tree in all processes of the source.",
                 )
         header = first["header"]
-        renames = self._present_renames(header)
-        return self._plan(header, to_data(self._target_specs(header, renames)), renames)
+        specs, renames = self._taken(header)
+        return self._plan(header, to_data(specs), renames)
 
     def _plan(self, header: Mapping[str, Any], target: Any, renames: Mapping[str, str]) -> TransferPlan:
         key = json.dumps([header, target, dict(renames)])
@@ -258,34 +264,26 @@ class TransferLink:
         plan: TransferPlan = self._known[key]
         return plan
 
-    def _present_renames(self, header: Mapping[str, Any]) -> dict[str, str]:
-        """Return the renames of what is sent; later trees may be parts of the first one.
+    def _taken(self, header: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return this side's specs and renames of what is sent: later trees may be parts of the first one.
 
         Raises:
-            ShardingError: One names what no tree of this link has held.
+            ShardingError: One is of what the source's specs do not list, and no tree of this link has held.
         """
-        sent = {name for name, _ in _sent_names(header)}
-        self._seen |= sent
-        for new, old in self._settings.renames.items():
-            if old not in self._seen:
-                raise ShardingError(
-                    f"TransferLink.receive: renames: {new!r} shall be {old!r}, which the source does not hold. It "
-                    f"holds: {listed(sorted(self._seen))}.{did_you_mean(old, self._seen)} The first tree that is sent "
-                    f"holds all that renames name.",
-                    path=old,
-                )
-        return {new: old for new, old in self._settings.renames.items() if old in sent}
-
-    def _target_specs(self, header: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
-        """Return this side's specs: of every path that is sent, and all fused ones."""
-        end = end_of("transfer_link", "target", (self.state, self._specs), renames)
-        fused = end.fused()
+        end, sent = self._end(), dict(_sent_names(header))
+        known = {*sent, *self._seen, *header["listed"]}
+        check_names("TransferLink.receive", known, end, " Or let the first tree that is sent hold it.")
+        fused = {
+            path: one
+            for path, one in end.fused().items()
+            if any(end.renames.get(name, name) in sent for name in one.names(path))
+        }
         inside = {end.renames.get(name, name) for path, one in fused.items() for name in one.names(path)}
         plain: dict[str, Any] = {}
-        for name, shape in _sent_names(header):
+        for name, shape in sent.items():
             for path in end.paths_of(name, is_fused=name in inside):
                 plain[path] = end.spec_of(path, shape)
-        return {**plain, **fused}
+        return {**plain, **fused}, {new: old for new, old in end.renames.items() if old in sent}
 
     def _room(self, plan: TransferPlan, wanted: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Return empty blocks for what will come, after comparing with what is there to take it."""
@@ -318,7 +316,10 @@ class TransferLink:
         self.group.require_live(f"TransferLink.{what}")
 
     def _spec(self, path: str, shape: tuple[int, ...]) -> Any:
-        return end_of("transfer_link", self.role, (self.state, self._specs)).spec_of(path, shape)
+        return self._end().spec_of(path, shape)
+
+    def _end(self) -> End:
+        return end_of("transfer_link", self.role, (self.state, self._specs), self._settings.renames)
 
     def _plain(self, path: str, shape: tuple[int, ...]) -> P:
         spec = self._spec(path, shape)

@@ -114,9 +114,10 @@ def transfer(
 
     Raises:
         ShapeError: A dim that the axes of one end do not divide.
-        ArgumentError: Two arrays of the tree have one path.
+        ArgumentError: Two arrays of the tree, or two specs, have one path.
         ShardingError: An array without a spec, or that renames would lose; renames of what the source does not have, or
-            to what the target does not have; or a sum still to be taken; on JAX, states over different devices of
+            to what the target does not have; a path that the target lists and that neither the tree nor the source's
+            specs have; or a sum still to be taken; on JAX, states over different devices of
             several processes: `dm.transfer_link` reaches those.
         SessionError: The states are of two frameworks whose worlds do not share their processes.
         AgreementError: Ranks of the source gave different trees.

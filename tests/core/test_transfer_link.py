@@ -1,6 +1,7 @@
 """Links between two states of one simulated world, each side in a thread of its own."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -126,6 +127,71 @@ def test_a_rename_of_what_never_comes_is_refused_over_a_link(states, store):
             sending.wait()
 
 
+@pytest.mark.parametrize(
+    ("source_specs", "target_specs", "match"),
+    [
+        ({"w": P("tp")}, {"w": P("dp"), "head": P()}, "target asks for 'head', which the source does not hold"),
+        (P("tp"), {"w": P("dp"), "head": P()}, "target asks for 'head', which the source does not hold"),
+        (dm.ShardingPlan({"**": P("tp")}), {"w": P("dp"), "head": P()}, "target asks for 'head', which the source"),
+        (P("tp"), {"w": P("dp"), "f": dm.Fused(P("dp"), {"q": 8})}, "target asks for 'f', fused of q too, which"),
+    ],
+)
+def test_a_listed_path_that_never_comes_is_refused_over_a_link(states, store, source_specs, target_specs, match):
+    """On both sides, as `dm.transfer` does; what `into` holds stays as it was, and the link goes on."""
+    source, target = linked(store, states, specs=(source_specs, target_specs))
+    with source, target:
+        tree = {"w": dm.distribute(np.arange(8.0), P("tp"), state=states[0])}
+        into = {name: dm.distribute(np.full(8, 7.0), P("dp"), state=states[1]) for name in ("w", "head", "f")}
+        for _ in range(2):  # a tree that was refused does not count as seen
+            sending = source.sending(tree, version=1).start()
+            with pytest.raises(ShardingError, match=match):
+                target.receive(into=into)
+            with pytest.raises(AgreementError, match=f"refused version 1: .*{match}"):
+                sending.wait()
+        assert all(x.value().tolist() == [7.0] * 8 for x in into.values())
+
+
+def test_later_trees_may_leave_out_what_an_earlier_one_held_or_the_source_lists(states, store):
+    """A part of the model is no error once the source has said that it holds the rest."""
+    for name, specs in (("seen", P("tp")), ("listed", {"w": P("tp"), "q": P("tp"), "k": P("tp")})):
+        target_specs = {"w": P("dp"), "qk": dm.Fused(P("dp"), {"q": 8, "k": 8})}
+        source, target = linked(store, states, specs=(specs, target_specs))
+        with source, target:
+            arrays = {path: n * 10.0 + np.arange(8.0) for n, path in enumerate(("w", "q", "k"))}
+            into = {
+                path: dm.distribute(np.zeros(size), P("dp"), state=states[1]) for path, size in (("w", 8), ("qk", 16))
+            }
+            trees = [["w"], ["q", "k"]] if name == "listed" else [["w", "q", "k"], ["w"]]
+            for version, paths in enumerate(trees):
+                tree = {path: dm.distribute(arrays[path] + version, P("tp"), state=states[0]) for path in paths}
+                passed(source, target, tree, into, version)
+            np.testing.assert_array_equal(into["w"].value(), arrays["w"] + (name == "seen"))
+            q, k = (np.split(arrays[path] + (name == "listed"), 2)[0] for path in ("q", "k"))
+            np.testing.assert_array_equal(into["qk"].block(3), np.concatenate([q, k]))
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+def test_what_cannot_be_written_to_is_refused_and_nothing_is_lost(states, store):
+    """A path through a named tuple is found; an array that lies in one itself is refused, before any is written."""
+    source, target = linked(store, states, specs=(P("tp"), P("dp")))
+    whole = {"a": np.arange(8.0), "layer.w": 10 + np.arange(8.0), "layer.b.0": 20 + np.arange(8.0)}
+    with source, target:
+        tree = {path: dm.distribute(x, P("tp"), state=states[0]) for path, x in whole.items()}
+        old = dm.distribute(np.zeros(8), P("dp"), state=states[1])
+        into = {"a": old, "layer": Layer(old, [old])}
+        with pytest.raises(ArgumentError, match=r"'layer.w' lies in a Layer, which cannot be written to"):
+            passed(source, target, tree, into, 1)
+        assert into["a"] is old
+        assert into["layer"].b[0] is old
+        passed(source, target, {path: x for path, x in tree.items() if path != "layer.w"}, into, 2)
+        np.testing.assert_array_equal(into["a"].value(), whole["a"])
+        np.testing.assert_array_equal(into["layer"].b[0].value(), whole["layer.b.0"])
+
+
 def test_fused_blocks_are_put_together_on_the_way(states, store):
     parts = {"q": np.arange(16.0).reshape(8, 2), "k": 100 + np.arange(8.0).reshape(4, 2)}
     sizes = {"q": 8, "k": 4}
@@ -225,6 +291,8 @@ def test_a_target_that_hears_nothing_says_who_is_silent(states, store):
         ({"timeout_s": -1}, "is no time"),
         ({"buffer_bytes": 0}, "buffer_bytes"),
         ({"renames": ["w"]}, "renames="),
+        ({"renames": {"head": "w"}}, "renames={'head': 'w'} on the source.* Give them on the target"),
+        ({"specs": {1: P(), "1": P()}}, "source: two specs have the path '1'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_opened(states, change, match):

@@ -213,7 +213,12 @@ def test_experts_go_by_the_axis_of_a_view():
         (
             {"f": dm.Fused(P("tp"), {"e": 8, "o": 8}), "e": P()},
             {"o": "o"},
-            {("e", "f"), ("o", "f")},
+            {("e", "f"), ("o", "f"), ("e", "e")},
+        ),
+        (
+            {"f": dm.Fused(P("tp"), {"e": 8, "x": 8}), "x": P()},
+            {"x": "o"},
+            {("e", "f"), ("o", "f"), ("o", "x")},
         ),
         (dm.ShardingPlan({"**": P("tp")}), {"h": "e"}, {("e", "h"), ("o", "o")}),
     ],
@@ -242,6 +247,21 @@ def test_one_array_may_go_to_several_paths_and_every_array_goes_somewhere(dst, r
         (P(), {"e": P()}, {}, "dst has no spec for 'o'"),
         ({"e": P(), "o": P()}, {"e": P(), "o": P(), "head": P()}, {}, "dst asks for 'head', which the source does not"),
         ({"e": dm.Fused(P(), {"o": 8}), "o": P()}, P(), {}, "src holds 'o' twice"),
+        (P(), {"e": P(), "o": P(), "heda": P()}, {}, "dst asks for 'heda', which the source does not hold. It holds"),
+        (dm.ShardingPlan({"**": P()}), {"e": P(), "o": P(), "head": P()}, {}, "dst asks for 'head', which"),
+        (P(), {"e": P(), "o": P(), "qkv": dm.Fused(P(), QKV)}, {}, "asks for 'qkv', fused of q, k, v too, which"),
+        (
+            {"e": P(), "o": P(), "q": P(), "k": P()},
+            {"e": P(), "o": P(), "qkv": dm.Fused(P(), QKV)},
+            {},
+            "asks for 'qkv', fused of v too, which",
+        ),
+        (
+            P(),
+            {"e": P(), "o": P(), "f": dm.Fused(P(), {"x": 8, "y": 8})},
+            {"x": "e"},
+            "asks for 'f', fused of y too, which",
+        ),
     ],
 )
 def test_what_would_lose_or_invent_an_array_is_refused(src, dst, renames, match):
@@ -258,7 +278,8 @@ def test_renames_partial_updates_and_plans_of_shardings():
     )
     assert plan.kept(0) == (Piece("model.a.w", (slice(0, 2),), "a.weight", (slice(0, 2),), 8),)
     some = {"attn.qkv": dm.Fused(P("tp"), QKV), "other": P()}
-    plan = plan_transfer({"other": ((3,), 4)}, src=(TP, {"other": P()}), dst=(TP, some))
+    every = {"attn.q": P(), "attn.k": P(), "attn.v": P(), "other": P()}
+    plan = plan_transfer({"other": ((3,), 4)}, src=(TP, every), dst=(TP, some))
     assert [plan.bytes_received(rank) for rank in range(4)] == [0] * 4
 
 
@@ -269,13 +290,23 @@ def test_renames_partial_updates_and_plans_of_shardings():
         ({"w": (4, 4)}, (TP, P()), (TP, P()), {}, ArgumentError, r"'w': \(4, 4\)"),
         ({"w": ((4,), 4)}, (TP,), (TP, P()), {}, ArgumentError, "src="),
         ({"w": ((4,), 4)}, (TP, 3), (TP, P()), {}, ArgumentError, "specs=3"),
+        ({"1": ((4,), 4)}, (TP, P()), (TP, {1: P(), "1": P("tp")}), {}, ArgumentError, "dst: two specs have .*'1'"),
+        ({"1": ((4,), 4)}, (TP, {1: P(), "1": P("tp")}), (TP, P()), {}, ArgumentError, "src: two specs have .*'1'"),
+        ({"a.b": ((4,), 4)}, (TP, {"a": {"b": P()}}), (TP, P()), {}, ShardingError, "src: the spec of 'a' is {'b'"),
         ({"w": ((4,), 4)}, ("nobody", P()), (TP, P()), {}, ValueError, "nobody"),
         ({"w": ((4,), 4)}, (TP, {"v": P()}), (TP, P()), {}, ShardingError, "src has no spec for 'w'"),
         ({"w": ((4,), 4)}, (TP, P(partial="tp")), (TP, P()), {}, ShardingError, "a sum still to be taken over tp"),
         ({"w": ((4,), 4)}, (TP, P()), (TP, P(partial="tp")), {}, ShardingError, "dst has"),
         ({"w": ((6,), 4)}, (TP, P()), (TP, P("tp")), {}, ShapeError, "dst: 'w' of shape .*does not divide"),
         ({"w": ((6,), 4)}, (TP, P()), (TP, P()), {"message_bytes": 3}, ArgumentError, "less than one element of w"),
-        ({"a.q": ((8,), 4)}, (TP, P()), (TP, {"a.qkv": dm.Fused(P(), QKV)}), {}, ShardingError, "'a.k' too"),
+        (
+            {"a.q": ((8,), 4)},
+            (TP, P()),
+            (TP, {"a.qkv": dm.Fused(P(), QKV)}),
+            {},
+            ShardingError,
+            "fused of a.k, a.v too",
+        ),
         ({"qkv": ((9,), 4)}, (TP, {"qkv": dm.Fused(P(), QKV)}), (TP, P()), {}, ShapeError, "which make 16"),
     ],
 )

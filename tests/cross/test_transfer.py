@@ -228,14 +228,19 @@ def tied():
     moved = dm.transfer(tree, src=source, dst=target, specs=(P("tp"), where), renames={"head": "embed"})
     read = {name: dm.to_numpy(x, state=target).tolist() for name, x in moved.items()}
     said = []
-    for renames, given in (
-        ({"other": "embed"}, tree),
-        ({"x": "embde"}, tree),
-        (None, {"a.b": tree["embed"], "a": {"b": tree["other"]}}),
-        (None, {1: tree["embed"], "1": tree["other"]}),
+    listed = {"embed": P("tp"), "other": P("tp")}
+    for renames, given, specs in (
+        ({"other": "embed"}, tree, P("tp")),
+        ({"x": "embde"}, tree, P("tp")),
+        (None, {"a.b": tree["embed"], "a": {"b": tree["other"]}}, P("tp")),
+        (None, {1: tree["embed"], "1": tree["other"]}, P("tp")),
+        (None, tree, (P("tp"), {**listed, "head": P("tp")})),
+        (None, tree, (dm.ShardingPlan({"**": P("tp")}), {**listed, "head": P("tp")})),
+        (None, tree, (P("tp"), {**listed, "qk": dm.Fused(P("tp"), {"q": 4, "k": 4})})),
+        (None, {1: tree["embed"]}, (P("tp"), {1: P("tp"), "1": P("dp")})),
     ):
         try:
-            dm.transfer(given, src=source, dst=target, specs=P("tp"), renames=renames)
+            dm.transfer(given, src=source, dst=target, specs=specs, renames=renames)
             said.append("accepted")
         except dm.DualmeshError as error:
             said.append(str(error))
@@ -250,7 +255,16 @@ def test_tied_arrays_arrive_twice_and_no_array_is_lost_on_any_backend(backend):
         assert read == {"embed": embed, "head": embed, "other": other}
         for text, part in zip(
             said,
-            ("'other' of the source goes nowhere", "'embde', which", "the path 'a.b'", "the path '1'"),
+            (
+                "'other' of the source goes nowhere",
+                "'embde', which",
+                "the path 'a.b'",
+                "the path '1'",
+                "dst asks for 'head', which the source does not hold. It holds: embed, other",
+                "dst asks for 'head', which the source does not hold. It holds: embed, other",
+                "dst asks for 'qk', fused of q, k too, which the source does not hold",
+                "dst: two specs have the path '1'",
+            ),
             strict=True,
         ):
             assert part in text
