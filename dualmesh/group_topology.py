@@ -3,7 +3,7 @@
 One partition is in `rank_groups`; axes that are digits of a rank are in `spec` and `topology`, which these resemble.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NoReturn
@@ -12,7 +12,7 @@ from dualmesh.errors import MembershipError, RankError, SpecError, UnknownAxisEr
 from dualmesh.layout import Digit, Layout
 from dualmesh.plain_data import pairs_in, read_fields, stands_as, write_fields, write_pairs
 from dualmesh.rank_groups import RankGroups
-from dualmesh.resolution import ROLES, positive, refuse, whole
+from dualmesh.resolution import ROLES, STAGED, SUMMED_ROLES, TOKEN_ROLES, positive, refuse, whole
 from dualmesh.spec import View, parts_of, read_named, write_roles
 from dualmesh.topology import Axis, Topology
 
@@ -113,8 +113,19 @@ class GroupSpec:
                 problems.append(f"role {part!r} is unknown. Roles: {listed(ROLES)}.{did_you_mean(part, ROLES)}")
             if len(members) != 1 or members[0] not in self.axes:
                 problems.append(f"role {part!r} is {members!r}. It must be one of the axes: {listed(self.axes)}.")
-        refuse("Topology", problems)
+        refuse("Topology", problems or self._staged())
         return GroupTopology(self, world_size)
+
+    def _staged(self) -> list[str]:
+        """Return what is wrong with the role "stages": lists of another role that two of its ranks share."""
+        stages = {rank: number for name in self.roles.get("stages", ()) for number, rank in _numbered(self.axes[name])}
+        return [
+            STAGED.format(stage=self.roles["stages"][0], axis=axis, role=f"role {part!r}")
+            for part in (*TOKEN_ROLES, *SUMMED_ROLES)
+            for axis in self.roles.get(part, ())
+            for group in self.axes[axis]
+            if len(found := [stages[rank] for rank in group if rank in stages]) > len(set(found))
+        ][:1]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the spec as plain data, keys in any order. *Pure.*"""
@@ -132,6 +143,11 @@ class GroupSpec:
     def __repr__(self) -> str:
         roles = f", roles={self.roles!r}" if self.parts else ""
         return f"GroupSpec({self.axes!r}{roles})"
+
+
+def _numbered(groups: RankGroups) -> Iterator[tuple[int, int]]:
+    """Yield (number of its list, rank) of every rank."""
+    return ((number, rank) for number, group in enumerate(groups) for rank in group)
 
 
 class GroupTopology(Topology):

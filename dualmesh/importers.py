@@ -153,7 +153,8 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
     Every axis of MaxText's mesh exists; one that spans slices is dcn_NAME (outside all ici axes) and ici_NAME, with
     NAME as their combination. Ranks are slice by slice, row-major inside one: devices without a physical reordering.
     Tokens differ along each axis over which MaxText's default rules lay a batch or a sequence, stages too, and
-    gradients are summed over all of them.
+    gradients are summed over all of them. No axis has the role "stages": MaxText's one of that name carries tokens of
+    embeddings and logits, and which layers it holds is in the layout of their arrays.
 
     Args:
         settings: ici_*_parallelism, dcn_*_parallelism and, for another order, mesh_axes.
@@ -262,7 +263,7 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     views = {"expert": View(data, pair, {"experts": "ep", "params": "edp", "replicate": "sp"})}
     if hpz > 1:
         views["hpz"] = View(data, {"hpz_outer": -1, "hpz": hpz})
-    roles: dict[str, tuple[str, ...]] = {"data": data, "loss": (*data, "sp"), "sequence": ("sp",)}
+    roles: dict[str, tuple[str, ...]] = {"data": data, "loss": (*data, "sp"), "sequence": ("sp",), "stages": ("pp",)}
     if mics != -1 or whole(zero.get("stage")) == 3:
         roles["params"] = (data[-1], "sp")
     if mics != -1:

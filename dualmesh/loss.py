@@ -12,9 +12,10 @@ from dualmesh.ambient import meant
 from dualmesh.arguments import flag_of
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.lazy import array_api_compat, np
+from dualmesh.roles import expanded, stage_axes
 from dualmesh.solo import SoloState
 from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology import Axis, Topology
 
 
 def token_mean(
@@ -212,7 +213,7 @@ def clip_grad_norm_(
             0, sparse gradients by their values.
         blocks: Parameters of which each index along an axis holds another part: {"tp": mlp.parameters()} where
             per-rank code splits plain tensors. The mesh of a DTensor is known, the view of an expert too, and along
-            "pp" all parameters are taken to differ unless "pp" is named here.
+            the axes of the role "stages" all parameters are taken to differ, unless those are named here.
 
     Returns:
         The norm before, a scalar, the same on every rank.
@@ -231,8 +232,16 @@ def clip_grad_norm_(
     owner.require_ready("clip_grad_norm_")
     if isinstance(parameters, Iterator):
         parameters = list(parameters)
-    stages: dict[Axis, Any] = {"pp": parameters} if "pp" in owner.axis_names and owner.size("pp") > 1 else {}
+    stages = dict.fromkeys(_stages_unnamed(owner.topology, blocks or {}), parameters)
     return owner.programs.clip_grad_norm_(parameters, float(max_norm), order, {**stages, **(blocks or {})}, flag)
+
+
+def _stages_unnamed(topology: Topology, blocks: Mapping[Axis, Any]) -> list[Axis]:
+    """Return the axes of pipeline stages that no key of the blocks names, be it together as a combined axis. *Pure.*"""
+    stages = stage_axes(topology)
+    keys = [expanded(topology, axis if isinstance(axis, tuple) else (axis,)) for axis in blocks]
+    named = {name for key in keys if set(key) <= set(stages) for name in key}
+    return [name for name in stages if name not in named]
 
 
 def _order_of(where: str, name: str, order: Any) -> float:

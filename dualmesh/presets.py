@@ -54,6 +54,7 @@ def torchtitan(
             "loss": ("dp_replicate", "dp_shard", "cp"),
             "sequence": ("cp",),
             "replicate": ("dp_replicate",),
+            "stages": ("pp",),
         },
     )
 
@@ -96,7 +97,13 @@ def nemo_rl(*, dp: int = -1, cp: int = 1, tp: int = 1, pp: int = 1) -> TopologyS
     return TopologySpec(
         {"pp": pp, "dp": dp, "cp": cp, "tp": tp},
         {"dp_cp": ("dp", "cp")},
-        roles={"data": ("dp",), "params": ("dp", "cp"), "loss": ("dp", "cp"), "sequence": ("cp",)},
+        roles={
+            "data": ("dp",),
+            "params": ("dp", "cp"),
+            "loss": ("dp", "cp"),
+            "sequence": ("cp",),
+            "stages": ("pp",),
+        },
     )
 
 
@@ -185,6 +192,7 @@ def _megatron_grid(tokens: Sequence[str], sizes: dict[str, int], rank_offset: in
             "params": _listed(axes, "dp", "ep", "cp"),
             "loss": _listed(axes, "dp", "ep", "cp"),
             "sequence": ("cp",),
+            "stages": ("pp",),
         },
         rank_offset=rank_offset,
     )
@@ -226,6 +234,7 @@ def _megatron_grids(
             "params": _listed(dense, "dp", "cp"),
             "loss": _listed(dense, "dp", "cp"),
             "sequence": ("cp",),
+            "stages": ("pp",),
         },
         rank_offset=rank_offset,
     )

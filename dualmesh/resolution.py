@@ -10,12 +10,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, SpecError, counted, did_you_mean, listed
-from dualmesh.layout import Layout, clash, cuts, divisors, refactored, row_major, spans
+from dualmesh.layout import Layout, clash, cuts, divisors, overlap, refactored, row_major, spans
 
 if TYPE_CHECKING:
     from dualmesh.spec import TopologySpec, View
 
-ROLES = ("data", "params", "loss", "sequence", "replicate")
+ROLES = ("data", "params", "loss", "sequence", "replicate", "stages")
 
 VIEW_ROLES = ("experts", "params", "replicate")
 
@@ -24,6 +24,12 @@ TOKEN_ROLES = ("data", "sequence", "loss")
 
 SUMMED_ROLES = ("params", "replicate")
 """Over their axes wrappers sum gradients, all together."""
+
+STAGED = (
+    "role 'stages' names {stage!r}, which shares ranks with {axis!r} ({role}). Stages hold different layers and see "
+    "the same tokens: along them no tokens differ, and nothing is sharded, kept in copies or dealt out as experts. "
+    "Take one of the two out of its role."
+)
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -86,6 +92,7 @@ def fit(spec: "TopologySpec", world_size: int) -> Fit:
     fitting.check_roles(spec.parts)
     fitting.check_view_roles(spec.named_views)
     fitting.check_tokens(spec.roles, spec.named_views)
+    fitting.check_stages(spec.roles, spec.named_views)
     refuse("Topology", fitting.problems)
     order = [name for name, _ in base]
     order += [axis for sizes in views.values() for axis, _ in sizes]
@@ -212,6 +219,26 @@ class _Fitting:
                 f"summed over it. Lay the view over it too, now {view.over!r}, or name it in its role 'replicate'."
                 for part, axis in self._uncovered(tokens, over)
             ]
+
+    def check_stages(self, roles: Mapping[str, tuple[str, ...]], views: Sequence[tuple[str, "View"]]) -> None:
+        """Refuse pipeline stages that share ranks with an axis of a role which stages cannot have."""
+        if self.problems:
+            return
+        others = [(f"role {part!r}", name) for part in (*TOKEN_ROLES, *SUMMED_ROLES) for name in roles.get(part, ())]
+        others += [
+            (f"role {part!r} of view {view!r}", name)
+            for view, one in views
+            for part, members in one.parts
+            for name in members
+        ]
+        self.problems += [
+            STAGED.format(stage=stage, axis=axis, role=role)
+            for stage in roles.get("stages", ())
+            for role, axis in others
+            if (own := self.layouts.get(stage)) is not None
+            and (other := self.layouts.get(axis)) is not None
+            and overlap(own, other)
+        ]
 
     def _uncovered(self, named: Sequence[tuple[str, str]], over: Sequence[str]) -> list[tuple[str, str]]:
         """Return the (role, axis) whose ranks some axes do not join."""

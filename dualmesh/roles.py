@@ -73,6 +73,18 @@ def replica_axes(topology: Topology, view: str | None = None) -> tuple[str, ...]
     return own or topology.spec.roles.get("replicate", ())
 
 
+@lru_cache(maxsize=128)
+def stage_axes(topology: Topology) -> tuple[str, ...]:
+    """Return the axes of size > 1 along which each index holds other layers: pipeline stages. *Pure.*
+
+    >>> import dualmesh as dm
+    >>> stage_axes(dm.parallel_spec(pp_size=2, tp_size=2).resolve(4)), stage_axes(dm.TopologySpec({"pp": 2}).resolve(2))
+    (('pp',), ())
+    """
+    named = expanded(topology, topology.spec.roles.get("stages", ()))
+    return tuple(name for name in named if topology.rank_groups(name) is not None or topology.layout(name).size > 1)
+
+
 def expert_views(topology: Topology) -> tuple[str, ...]:
     """Return the views of which an axis has other experts at each index. *Pure.*"""
     return tuple(name for name, view in topology.spec.named_views if view.roles.get("experts"))

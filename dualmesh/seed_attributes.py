@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from dualmesh.errors import NoStateError
+from dualmesh.roles import expanded
 from dualmesh.topology import Axis, Topology
 
 Value = TypeVar("Value")
@@ -47,7 +48,7 @@ def family(name: str, *, role: str | None = None, grouped: bool = False, absent:
 
     Args:
         name: The usual axis.
-        role: The role whose axes stand in where the topology has no axis of that name.
+        role: The role whose axes are meant; where the spec does not say it, the axis of that name is.
         grouped: The seed has a group and a rank here even at size 1.
         absent: The seed's rank of a disabled axis; inside a JAX `shard_map` it stays a plain int.
     """
@@ -84,7 +85,7 @@ class SeedAttributes:
     )
     fsdp_size, fsdp_rank, fsdp_group, _, fsdp_enabled = family("dp_sp", role="loss", grouped=True)
     tp_size, tp_rank, tp_group, tp_mesh, tp_enabled = family("tp")
-    pp_size, pp_rank, pp_group, pp_mesh, pp_enabled = family("pp")
+    pp_size, pp_rank, pp_group, pp_mesh, pp_enabled = family("pp", role="stages")
     sp_size, sp_rank, sp_group, sp_mesh, sp_enabled = family("sp", role="sequence", absent=-1)
     ulysses_size, ulysses_rank, ulysses_group, ulysses_mesh, ulysses_enabled = family("ulysses", absent=-1)
     cp_size, cp_rank, cp_group, cp_mesh, cp_enabled = family("cp", absent=-1)
@@ -167,10 +168,12 @@ def _topology(state: Any) -> Topology:
 
 
 def _axis(topology: Topology, name: str, role: str | None = None) -> Axis | None:
-    """Return the axis of a name, else the axes of a role, else None."""
-    if name in topology.axis_names:
-        return name
-    return topology.spec.roles.get(role) if role is not None else None
+    """Return the axes of a role, by their usual name where that means the same; without the role the axis so named."""
+    usual = name if name in topology.axis_names else None
+    axes = None if role is None else topology.spec.roles.get(role)
+    if axes is None or (usual is not None and expanded(topology, (usual,)) == expanded(topology, axes)):
+        return usual
+    return axes
 
 
 def _size(state: Any, axis: Axis | None) -> int:

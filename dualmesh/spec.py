@@ -97,7 +97,8 @@ class TopologySpec:
         combined: Names for several axes read as one, first = slowest; of axes declared before, or of views.
         views: Second factorisations of the ranks of some axes.
         roles: Which axes play which part: "data" (data loading), "params" (parameter sharding), "loss" (loss and
-            gradient reduction), "sequence" (sequence parallelism), "replicate" (parameter replication).
+            gradient reduction), "sequence" (sequence parallelism), "replicate" (parameter replication), "stages"
+            (pipeline stages: each index holds other layers, for the same tokens).
         rank_offset: The first rank of the grid.
 
     >>> spec = TopologySpec({"dp": -1, "tp": 2})

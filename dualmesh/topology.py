@@ -218,7 +218,7 @@ class Topology:
         return differences(self, other)
 
     def role(self, part: str) -> tuple[str, ...]:
-        """Return the axes that play a part (data, params, loss, sequence, replicate). *Pure.*
+        """Return the axes that play a part (data, params, loss, sequence, replicate, stages). *Pure.*
 
         Raises:
             SpecError: The part is unknown, or the spec does not say which axes play it.

@@ -10,7 +10,8 @@ from dualmesh.errors import counted
 from dualmesh.resolution import refuse, whole
 from dualmesh.spec import TopologySpec, View
 
-BASE_AXES = ("pp", "dp_replicate", "dp_shard", "ulysses", "cp", "tp")
+ULYSSES = "ulysses"
+BASE_AXES = ("pp", "dp_replicate", "dp_shard", ULYSSES, "cp", "tp")
 COMBINED_AXES = {
     "dp": ("dp_replicate", "dp_shard"),
     "sp": ("ulysses", "cp"),
@@ -23,6 +24,7 @@ ROLES = {
     "loss": ("dp_replicate", "dp_shard", "ulysses", "cp"),
     "sequence": ("ulysses", "cp"),
     "replicate": ("dp_replicate",),
+    "stages": ("pp",),
 }
 
 

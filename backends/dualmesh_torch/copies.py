@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.registry import registry
-from dualmesh.roles import expanded
+from dualmesh.roles import expanded, stage_axes
 from dualmesh.topology import Axis
 from dualmesh_torch import private
 
@@ -64,7 +64,8 @@ def blocks_of(where: str, state: "TorchState", held: Iterable[Held]) -> list[Blo
     """Return the block of every tensor. *Local.*
 
     A mesh along axes of the state, or of another registered one, is repeated along that state's other axes: with equal
-    blocks, but along "pp" and the rest of its view, where every index has its own. Any other mesh stands alone.
+    blocks, but along pipeline stages and the rest of its view, where every index has its own. Any other mesh stands
+    alone.
 
     Raises:
         ShardingError: A mesh has ranks that the state lacks.
@@ -156,7 +157,8 @@ def _place_of(
         owner = _owner_of(state, mesh)
         members = tuple(mesh.mesh.flatten().tolist()) if owner is None else tuple(owner.members)
         splits += [(owner, axis) for axis in left_out_axes(owner, mesh)] if owner is not None else []
-        splits += [(owner, "pp")] if owner not in (None, state) and "pp" in owner.axis_names else []
+        if owner is not None and owner is not state:  # of the state asked they are among `axes`, if they are to be
+            splits += [(owner, axis) for axis in stage_axes(owner.topology)]
     for one, axis in splits:
         if not set(one.ranks(axis)) <= blocks:
             blocks = {other for rank in blocks for other in one.ranks(axis, rank)} & set(members)

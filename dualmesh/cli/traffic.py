@@ -1,9 +1,11 @@
 """What a training step of a transformer sends along each axis, in bytes per rank.
 
 Counts follow from who holds what: parameters sharded over the role "params" (gathered twice a step, gradients
-reduce-scattered once), kept in copies over "replicate"; tensor parallel as in Megatron-LM (Shoeybi et al. 2019),
-Ulysses as in Jacobs et al. 2023, ring attention as in Liu et al. 2023, experts as in GShard (Lepikhin et al. 2020).
-Rings send (n-1)/n of what they gather or scatter, all-reduce twice that. Communicators are planned in `lanes`.
+reduce-scattered once), kept in copies over "replicate", layers dealt out over "stages", experts over "experts" as in
+GShard (Lepikhin et al. 2020); axes that the roles leave over are tensor parallel as in Megatron-LM (Shoeybi et al.
+2019). Roles do not say how attention sees a whole "sequence": along the usual axis "ulysses" as in Jacobs et al. 2023,
+along all others as in ring attention (Liu et al. 2023). Rings send (n-1)/n of what they gather or scatter, all-reduce
+twice that. Communicators are planned in `lanes`.
 """
 
 from collections.abc import Iterator
@@ -11,8 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualmesh.errors import ArgumentError
-from dualmesh.roles import expert_views, param_axes, replica_axes
+from dualmesh.layout import overlap
+from dualmesh.roles import expanded, expert_views, has_token_roles, param_axes, replica_axes, stage_axes, token_axes
 from dualmesh.topology import Axis, Topology
+from dualmesh.usual import ULYSSES
 
 BYTES_WITH_ADAM = 16
 """Per parameter: 2 for weights, 2 for gradients, 12 for fp32 weights and Adam's moments (Rajbhandari et al. 2020)."""
@@ -126,7 +130,8 @@ def _parameters(topology: Topology, model: Model) -> Iterator[Traffic]:
 
 
 def _experts(topology: Topology, model: Model) -> Iterator[Traffic]:
-    if not _size(topology, ("ep",)) > 1:
+    experts = _expert_axes(topology)
+    if not _size(topology, experts) > 1:
         return
     held = model.expert_parameters / _split(topology, experts=True) * model.element_bytes
     rest = _rest(topology)
@@ -135,21 +140,26 @@ def _experts(topology: Topology, model: Model) -> Iterator[Traffic]:
     yield _reduced(topology, copies, held / _size(topology, rest), "add experts' gradients of the copies")
     layers = _layers_here(topology, model)
     tokens = _tokens(topology, model) * model.experts_per_token * model.shape[1] * model.element_bytes
-    yield Traffic("ep", "send tokens to experts and back", 4 * layers, 4 * layers * _ring(topology, ("ep",), tokens))
+    sent = 4 * layers * _ring(topology, experts, tokens)
+    yield Traffic(_name(topology, experts), "send tokens to experts and back", 4 * layers, sent)
 
 
 def _activations(topology: Topology, model: Model) -> Iterator[Traffic]:
     layers = _layers_here(topology, model)
     block = _tokens(topology, model) * model.shape[1] * model.element_bytes
-    heads = block // _size(topology, ("tp",))
-    yield Traffic("tp", "add partial activations", 4 * layers, 4 * layers * 2 * _ring(topology, ("tp",), block))
-    yield Traffic(
-        "ulysses", "exchange sequence for heads", 8 * layers, 8 * layers * _ring(topology, ("ulysses",), heads)
-    )
-    hops = _size(topology, ("cp",)) - 1
-    yield Traffic("cp", "pass keys and values around", 6 * hops * layers, 6 * hops * layers * heads)
-    stages = _size(topology, ("pp",))
-    yield Traffic("pp", "hand activations on, and their gradients back", 2, 2 * block if stages > 1 else 0)
+    tensor, stages = _tensor_axes(topology), stage_axes(topology)
+    heads = block // _size(topology, tensor)
+    sums = 4 * layers * 2 * _ring(topology, tensor, block)
+    yield Traffic(_name(topology, tensor), "add partial activations", 4 * layers, sums)
+    for axis in expanded(topology, _role(topology, "sequence")):
+        if axis == ULYSSES:
+            sent = 8 * layers * _ring(topology, (axis,), heads)
+            yield Traffic(axis, "exchange sequence for heads", 8 * layers, sent)
+        else:
+            hops = _size(topology, (axis,)) - 1
+            yield Traffic(axis, "pass keys and values around", 6 * hops * layers, 6 * hops * layers * heads)
+    sent = 2 * block if _size(topology, stages) > 1 else 0
+    yield Traffic(_name(topology, stages), "hand activations on, and their gradients back", 2, sent)
 
 
 def _sharded(topology: Topology, axes: tuple[str, ...], held: float, what: str, gradients: str) -> Iterator[Traffic]:
@@ -172,6 +182,24 @@ def _role(topology: Topology, part: str) -> tuple[str, ...]:
     return topology.spec.roles.get(part, ())
 
 
+def _expert_axes(topology: Topology) -> tuple[str, ...]:
+    """Return the axes along which each index has other experts, of the first view that has some, as for `_rest`."""
+    return next((topology.spec.views[view].roles["experts"] for view in expert_views(topology)), ())
+
+
+def _tensor_axes(topology: Topology) -> tuple[str, ...]:
+    """Return the base axes of size > 1 that the roles leave over; none where they do not say what tokens do."""
+    named = (*token_axes(topology), *stage_axes(topology), *param_axes(topology), *replica_axes(topology))
+    if not has_token_roles(topology) or not all(name in topology.layouts for name in named):
+        return ()  # rank groups have no axes beside those that roles name
+    taken = [topology.layout(name) for name in named]
+    return tuple(
+        name
+        for name in topology.base_axes
+        if topology.size(name) > 1 and not any(overlap(topology.layout(name), one) for one in taken)
+    )
+
+
 def _rest(topology: Topology) -> tuple[str, ...]:
     return next((param_axes(topology, view) for view in expert_views(topology)), ())
 
@@ -190,11 +218,15 @@ def _name(topology: Topology, axes: tuple[str, ...]) -> Axis:
 
 def _split(topology: Topology, *, experts: bool = False) -> int:
     """Return over how many ranks a layer is cut before sharding: tensor parallel or experts, and stages."""
-    return _size(topology, ("ep",) if experts else ("tp",)) * _size(topology, ("pp",))
+    return _size(topology, _expert_axes(topology) if experts else _tensor_axes(topology)) * _stages(topology)
+
+
+def _stages(topology: Topology) -> int:
+    return _size(topology, stage_axes(topology))
 
 
 def _layers_here(topology: Topology, model: Model) -> int:
-    return -(-model.shape[0] // _size(topology, ("pp",)))
+    return -(-model.shape[0] // _stages(topology))
 
 
 def _tokens(topology: Topology, model: Model) -> int:

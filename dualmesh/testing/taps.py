@@ -12,11 +12,12 @@ from dualmesh import programs
 from dualmesh.errors import ArgumentError, ArrayTypeError, OutsideShardMapError
 from dualmesh.lazy import np
 from dualmesh.partition_spec import P, global_shape, slices_of
-from dualmesh.roles import expanded
+from dualmesh.roles import expanded, stage_axes
 from dualmesh.scope import get_parallel_state
 from dualmesh.state import ParallelState
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.recordings import Entry
+from dualmesh.topology import Topology
 
 NO_SPEC = (
     "tap {name!r}: {spec!r} is partial, so over which axes its gradient is summed is not said. Give grad_spec=: the "
@@ -55,7 +56,7 @@ def tap(name: str, x: Any, spec: Any = None, *, grad_spec: Any = None, state: Pa
 
     Works on per-rank blocks (torch code, functions given to `dm.shard_map`) and on global arrays (DTensors; JAX arrays,
     inside jit too). Use what it returns: the gradient is that of the returned value. All ranks of the state pass it,
-    along an axis `pp` those of one stage or more; ranks that do not are named when recordings are compared.
+    of a pipeline (role "stages") those of one stage or more; ranks that do not are named when recordings are compared.
 
     Args:
         name: Its name in every program that is compared; a name may pass several times, once per step for example.
@@ -125,12 +126,18 @@ def _noted(name: str, kind: str, owner: ParallelState, spec: P, partial: tuple[s
 
 def _stage_of(owner: ParallelState) -> Callable[[int], tuple[int, ...]]:
     """Return what says which ranks pass a tap with a rank: all of the state; of a pipeline, those of its stage."""
-    axes = owner.topology.base_axes
-    if "pp" in axes and owner.size("pp") > 1:
-        stage = tuple(axis for axis in axes if axis != "pp")
-        return lambda rank: tuple(sorted(owner.ranks(stage, rank))) if stage else (rank,)
-    members = tuple(sorted(owner.members))
-    return lambda rank: members
+    topology, stages = owner.topology, stage_axes(owner.topology)
+    members: dict[tuple[int, ...], list[int]] = {}
+    numbers = {rank: _stage_number(topology, stages, owner.grid_rank(rank)) for rank in sorted(owner.members)}
+    for rank, number in numbers.items():
+        members.setdefault(number, []).append(rank)
+    together = {number: tuple(ranks) for number, ranks in members.items()}
+    return lambda rank: together[numbers[rank]]
+
+
+def _stage_number(topology: Topology, stages: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """Return the index of a rank along each axis of stages; of rank groups, -1 where it is in none."""
+    return tuple(topology.index(axis, rank) if topology.is_member(axis, rank) else -1 for axis in stages)
 
 
 def storable(block: Any) -> Any:

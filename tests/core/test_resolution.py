@@ -163,7 +163,7 @@ def test_members_that_share_ranks_are_named():
 def test_unknown_roles_are_named():
     (problem,) = problems_of(dm.TopologySpec({"dp": 8}, roles={"dta": "dp"}))
     assert problem.startswith(
-        "role 'dta' is unknown. Roles: data, params, loss, sequence, replicate. Did you mean 'data'"
+        "role 'dta' is unknown. Roles: data, params, loss, sequence, replicate, stages. Did you mean 'data'"
     )
 
 

@@ -4,9 +4,11 @@ import pytest
 
 import dualmesh as dm
 from dualmesh import importers, presets
+from dualmesh.cli.traffic import Model, bytes_held, traffic
+from dualmesh.configuration import StateConfig
 from dualmesh.errors import SpecError
 from dualmesh.lanes import lane_of
-from dualmesh.roles import param_axes, replica_axes, token_axes
+from dualmesh.roles import param_axes, replica_axes, stage_axes, token_axes
 
 TOKENS = {"data": "dp", "loss": ("dp", "cp"), "sequence": "cp"}
 SIZES = {"dp": 2, "cp": 2, "tp": 2}
@@ -109,3 +111,124 @@ def test_view_roles_are_part_of_the_text_and_the_data_of_a_spec():
     assert dm.TopologySpec.from_text(spec.to_text()) == spec
     assert dm.TopologySpec.from_dict(spec.to_dict()) == spec
     assert spec.resolve(4).spec.views["v"].roles == {"experts": ("ep",), "params": ("edp",)}
+
+
+STAGED = {"stage": 2, "dp": 2, "tp": 2}
+
+
+@pytest.mark.parametrize(
+    ("combined", "views", "roles", "message"),
+    [
+        ({}, {}, {"data": "stage"}, "names 'stage', which shares ranks with 'stage' \\(role 'data'\\)"),
+        ({}, {}, {"loss": "world"}, "shares ranks with 'world' \\(role 'loss'\\)"),
+        ({}, {}, {"params": "stage", "loss": "stage"}, "\\(role 'params'\\)"),
+        ({}, {}, {"replicate": ("stage", "dp")}, "\\(role 'replicate'\\)"),
+        ({}, {}, {"sequence": "stage"}, "\\(role 'sequence'\\)"),
+        ({"both": ("stage", "dp")}, {}, {"data": "both"}, "shares ranks with 'both' \\(role 'data'\\)"),
+        ({}, {"v": dm.View(("stage", "dp"), {"x": 2, "y": 2})}, {"data": "x"}, "shares ranks with 'x'"),
+        ({}, {"v": dm.View(("stage", "dp"), {"x": 4}, {"params": "x"})}, {}, "role 'params' of view 'v'"),
+        ({}, {"v": dm.View(("stage", "dp"), {"x": 2, "y": 2}, {"experts": "x"})}, {}, "role 'experts' of view 'v'"),
+        ({}, {"v": dm.View("dp", {"x": 2}, {"params": "x", "replicate": "stage"})}, {}, "role 'replicate' of view 'v'"),
+        ({}, {}, {"stages": "stagee"}, "role 'stages' names the axis 'stagee', not declared.*Did you mean 'stage'"),
+        ({}, {}, {"stage": "stage"}, "role 'stage' is unknown. Roles: .*, stages.*Did you mean 'stages'"),
+    ],
+)
+def test_stages_that_carry_tokens_or_shard_parameters_are_refused(combined, views, roles, message):
+    """Along stages layers differ and tokens do not, whichever of two axes of the same ranks is named."""
+    with pytest.raises(SpecError, match=f"(?s){message}"):
+        dm.TopologySpec(STAGED, combined, views, {"stages": "stage", **roles}).resolve(8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "views", "stages", "expected"),
+    [
+        (STAGED, {}, "stage", ("stage",)),
+        ({"a": 2, "dp": 2, "b": 2}, {}, ("a", "b"), ("a", "b")),
+        ({"a": 2, "dp": 2, "b": 2}, {}, "pipeline", ("a", "b")),
+        ({"a": 4, "dp": 2, "b": 1}, {"v": dm.View("a", {"x": 2, "y": 2})}, "x", ("x",)),
+        ({"a": 1, "dp": 4, "b": 2}, {}, ("a", "b"), ("b",)),
+        ({"a": 2, "dp": 2, "b": 2}, {}, (), ()),
+    ],
+)
+def test_stages_are_the_axes_of_that_role_however_they_are_spelt(sizes, views, stages, expected):
+    """One axis, several, a combined one or one of a view; those of size 1 have no stages."""
+    combined = {"pipeline": ("a", "b")} if "a" in sizes else {}
+    spec = dm.TopologySpec(sizes, combined, views, {"data": "dp", "loss": "dp", "stages": stages})
+    assert stage_axes(spec.resolve(8)) == expected
+
+
+def test_rank_groups_may_be_stages_unless_lists_of_tokens_join_two_of_one_pipeline():
+    """Lists have no digits: two ranks of one pipeline must not be in one list of data."""
+    pipelines, across = dm.RankGroups([(0, 4), (1, 5)]), dm.RankGroups([(0, 1), (4, 5)])
+    topology = dm.GroupSpec({"way": pipelines, "dp": across}, roles={"stages": "way", "data": "dp"}).resolve(6)
+    assert stage_axes(topology) == ("way",)
+    mixed = dm.RankGroups([(0, 1, 4)])
+    with pytest.raises(SpecError, match="names 'way', which shares ranks with 'dp' \\(role 'data'\\)"):
+        dm.GroupSpec({"way": pipelines, "dp": mixed}, roles={"stages": "way", "data": "dp"}).resolve(6)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        dm.parallel_spec(pp_size=2, dp_shard_size=-1),
+        presets.torchtitan(pp=2),
+        presets.nemo_rl(pp=2),
+        presets.megatron(pp=2),
+        presets.megatron(pp=2, etp=1, ep=2, tp=2, order="tp-ep-pp-dp"),
+        importers.torchtitan({"pipeline_parallel_degree": 2}),
+        importers.megatron({"pipeline_model_parallel_size": 2}),
+        importers.deepspeed({"pipeline": {"stages": 2}}),
+        StateConfig.of({"pp": 2, "dp_shard": 4}).topology_spec(),
+        StateConfig.of({"spec": "stage2 x4 | @data = x | @loss = x | @stages = stage"}).topology_spec(),
+        StateConfig.of({"axes": [["stage", 2], ["x", 4]], "roles": {"stages": "stage"}}).topology_spec(),
+    ],
+)
+def test_every_layout_with_stages_says_so_and_keeps_it_in_text_and_data(spec):
+    """Presets, importers, sizes and files set the role; text and plain data carry it."""
+    stages = spec.roles["stages"]
+    topology = spec.resolve(8)
+    assert topology.role("stages") == stages == stage_axes(topology)
+    assert topology.size(stages) == 2
+    assert f"| @stages = {stages[0]}" in spec.to_text()
+    assert dm.TopologySpec.from_text(spec.to_text()) == spec == dm.TopologySpec.from_dict(spec.to_dict())
+
+
+def test_a_written_form_that_does_not_say_stages_has_none():
+    """Text from before the role is read as it stands: an axis is no stage by its name."""
+    topology = dm.TopologySpec.from_text("pp2 dp4 | @data = dp | @loss = dp").resolve(8)
+    assert stage_axes(topology) == ()
+    with pytest.raises(SpecError, match=r"does not say which axes play the role 'stages'.*roles={'stages'"):
+        topology.role("stages")
+    assert "role stages: none -> (pp)" in topology.diff(
+        dm.TopologySpec({"pp": 2, "dp": 4}, roles={"data": "dp", "loss": "dp", "stages": "pp"}).resolve(8)
+    )
+
+
+RENAMED = {"pp": "tp", "dp_shard": "pp", "ulysses": "ulysses", "cp": "dp", "tp": "cp", "ep": "x", "ep_fsdp": "ep"}
+MODEL = Model(9e6, 64, 2, expert_parameters=6e6, experts_per_token=2)
+
+
+def test_the_planner_counts_by_roles_whatever_axes_are_called():
+    """Stages, experts and tensor parallel axes under each other's names send and hold what the usual ones do."""
+    sizes = {"pp": 2, "dp_shard": 2, "ulysses": 2, "cp": 2, "tp": 2}
+    shards = ("dp_shard", "ulysses", "cp")
+
+    def written(names):
+        called = {name: names.get(name, name) for name in (*sizes, "ep", "ep_fsdp")}
+        tokens = tuple(called[name] for name in shards)
+        view = dm.View(
+            tokens, {called["ep_fsdp"]: 4, called["ep"]: 2}, {"experts": called["ep"], "params": called["ep_fsdp"]}
+        )
+        roles = {"data": tokens[0], "params": tokens, "loss": tokens, "sequence": tokens[1:], "stages": called["pp"]}
+        return dm.TopologySpec({called[name]: size for name, size in sizes.items()}, {}, {"v": view}, roles).resolve(32)
+
+    usual = dm.parallel_spec(pp_size=2, dp_shard_size=2, ulysses_size=2, cp_size=2, tp_size=2, ep_size=2).resolve(32)
+    plain, renamed = written({}), written(RENAMED)
+    expected = [(one.work, one.times, one.sent) for one in traffic(usual, MODEL)]
+    assert len(expected) == 10
+    for topology in (plain, renamed):
+        assert [(one.work, one.times, one.sent) for one in traffic(topology, MODEL)] == expected
+        assert bytes_held(topology, MODEL) == bytes_held(usual, MODEL)
+    axes = {one.work: one.axis for one in traffic(renamed, MODEL)}
+    assert axes["hand activations on, and their gradients back"] == "tp"
+    assert (axes["send tokens to experts and back"], axes["add partial activations"]) == ("x", "cp")

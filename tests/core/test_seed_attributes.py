@@ -117,6 +117,17 @@ def test_other_axis_names_answer_through_their_roles(world):
         _ = free.tp_mesh
 
 
+def test_a_role_decides_which_axes_an_attribute_means_and_names_only_where_it_is_silent(world):
+    """An axis called `pp` that carries data is no pipeline; without the role the name stands, as for `tp`."""
+    roles = {"data": "pp", "loss": "pp", "stages": "stage"}
+    state = dm.init_parallel_state(spec=dm.TopologySpec({"stage": 4, "pp": 2}, roles=roles))
+    assert (state.pp_size, state.dp_size, state.fsdp_size, state.sp_size) == (4, 2, 2, 1)
+    silent = dm.init_parallel_state(spec=dm.TopologySpec({"pp": 4, "dp": 2}), name="silent")
+    assert (silent.pp_size, silent.dp_size) == (4, 2)
+    both = dm.init_parallel_state(spec=dm.presets.accelerate(dp_shard=2, cp=2, sp=2), name="both")
+    assert (both.sp_size, both.sp_enabled, both.dp_size) == (4, True, 2)
+
+
 def test_settings_of_the_trainer_are_kept(world):
     state = dm.init_parallel_state(dp_size=8, dp_mode="ddp", async_enabled=True)
     assert (state.dp_mode, state.async_enabled, state.include_sp_in_fsdp, state.is_initialized) == (

@@ -192,14 +192,24 @@ def test_a_process_that_passes_no_tap_is_named_and_nobody_waits_for_it(tmp_path)
     assert load(tmp_path / "torch").missing(load(tmp_path / "torch").keys()[0]) == (1,)
 
 
-def staged(path):
+def staged(path, stages="pp"):
+    """Tap in stages of an axis; without a name those of `parallel_spec`."""
     from dualmesh.testing import record
 
-    dm.init_parallel_state(pp_size=2, dp_size=2)
+    roles = {"data": "dp", "loss": "dp", "stages": "pipe"}
+    own = dm.TopologySpec({"pipe": 2, "dp": 2}, roles=roles)
+    named = {
+        "pp": dm.parallel_spec(pp_size=2, dp_size=2),
+        "pipe": own,
+        "p": dm.TopologySpec({"x": 2, "dp": 2}, {"p": "x"}, roles={**roles, "stages": "p"}),
+        "no role": dm.TopologySpec({"pp": 2, "dp": 2}, roles={"data": "dp", "loss": "dp"}),
+    }
+    dm.init_parallel_state(spec=named[stages])
+    axis = "pp" if stages == "no role" else stages
 
     def each(x):
         for stage, name in enumerate(("first", "second")):
-            if dm.ops.axis_index("pp") == stage:
+            if dm.ops.axis_index(axis) == stage:
                 tap(name, x + stage, dm.P("dp"))
         return x
 
@@ -207,8 +217,17 @@ def staged(path):
         dm.shard_map(each, dm.P("dp"), dm.P("dp"))(dm.distribute(X, dm.P("dp")))
 
 
-def test_a_stage_of_a_pipeline_passes_its_own_taps_alone(tmp_path):
-    run_on("sim", staged, tmp_path / "run", world_size=4)
+def test_an_axis_without_the_role_has_no_stages_whatever_its_name(tmp_path):
+    """Half of the ranks pass each tap; where no role says that they are stages, the others are missed."""
+    run_on("sim", staged, tmp_path / "run", "no role", world_size=4)
+    found = load(tmp_path / "run")
+    assert [found.missing(key) for key in found.keys()] == [(2, 3), (0, 1)]
+
+
+@pytest.mark.parametrize("stages", ["pp", "pipe", "p"])
+def test_a_stage_of_a_pipeline_passes_its_own_taps_alone(tmp_path, stages):
+    """The role says what is a pipeline: of the usual axes, of one's own, and under a combined name."""
+    run_on("sim", staged, tmp_path / "run", stages, world_size=4)
     found = load(tmp_path / "run")
     assert [found.missing(key) for key in found.keys()] == [(), ()]
     assert {key.name: found.whole(key)[0, 0] for key in found.keys()} == {"first": X[0, 0], "second": X[0, 0] + 1}

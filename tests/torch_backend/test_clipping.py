@@ -94,28 +94,83 @@ def test_the_norm_of_a_whole_model_is_that_of_one_process(world, settings, order
             np.testing.assert_allclose(factors, factor, rtol=1e-12)
 
 
-def staged():
+PIPELINES = {
+    "pp": (dm.parallel_spec(pp_size=4, dp_size=2), "pp"),
+    "stage": (dm.TopologySpec({"stage": 4, "pp": 2}, roles={"data": "pp", "loss": "pp", "stages": "stage"}), "stage"),
+    "two axes, one name": (
+        dm.TopologySpec({"a": 2, "dp": 2, "b": 2}, {"p": ("a", "b")}, roles={"data": "dp", "stages": ("a", "b")}),
+        "p",
+    ),
+    "a view's axis": (
+        dm.TopologySpec({"all": 8}, views={"v": dm.View("all", {"s": 4, "d": 2})}, roles={"data": "d", "stages": "s"}),
+        "s",
+    ),
+}
+"""Specs of 4 stages of 2 ranks each, and the name of the axis of stages."""
+
+
+def staged(spec, axis):
     """Clip a pipeline whose second stage has other parameters and whose third and fourth have none."""
     import torch
 
-    state = dm.init_parallel_state(pp_size=4, dp_size=2)
-    stage = state.index("pp")
+    state = dm.init_parallel_state(spec=spec)
+    stage = state.index(axis)
     own = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0], [7.0]], [], []][stage]
     parameters = [with_gradient(torch.tensor(value, dtype=torch.float64)) for value in own]
-    alike = dm.clip_grad_norm_(parameters, 100.0, blocks={"pp": []})
+    alike = dm.clip_grad_norm_(parameters, 100.0, blocks={axis: []})
     largest = dm.clip_grad_norm_(parameters, 100.0, math.inf)
     norm = dm.clip_grad_norm_(iter(parameters), 1.0)
     return norm.item(), largest.item(), alike.item(), [parameter.grad.tolist() for parameter in parameters]
 
 
-def test_stages_of_a_pipeline_count_once_each_also_those_without_parameters():
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_stages_of_a_pipeline_count_once_each_also_those_without_parameters(pipeline):
+    """However its axes are spelt, and also where another axis is called `pp`."""
+    spec, axis = PIPELINES[pipeline]
     expected = math.sqrt(sum(n * n for n in (3, 1, 2, 4, 5, 6, 7)))
-    for rank, (norm, largest, alike, gradients) in enumerate(torch_world(staged, world_size=8)):
+    index = [spec.resolve(8).index(axis, rank) for rank in range(8)]
+    for rank, (norm, largest, alike, gradients) in enumerate(torch_world(staged, spec, axis, world_size=8)):
         assert (norm, largest) == (pytest.approx(expected, rel=1e-7), 7.0)
         assert alike == pytest.approx(math.sqrt(expected**2 - 49), rel=1e-7)  # [3.0] and [7.0] counted as copies
-        whole = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0], [7.0]], [], []][rank // 2]
+        whole = [[[3.0], [1.0, 2.0]], [[4.0, 5.0, 6.0], [7.0]], [], []][index[rank]]
         for one, other in zip(whole, gradients, strict=True):
             np.testing.assert_allclose(other, np.array(one) / (expected + 1e-6), rtol=1e-6)
+
+
+def copied_and_staged(spec):
+    """Return the norm of one plain tensor, alike on all ranks but for its value per rank of the first axis."""
+    import torch
+
+    state = dm.init_parallel_state(spec=spec)
+    value = [3.0, 4.0][state.index("pp")] if "stages" in state.topology.spec.roles else 3.0
+    return dm.clip_grad_norm_([with_gradient(torch.tensor([value], dtype=torch.float64))], 1e9).item()
+
+
+def test_an_axis_called_pp_has_copies_unless_the_role_says_stages():
+    """A name is no role: copies along `pp` count once, and stages with the role each."""
+    for roles, expected in (({"data": "pp", "loss": "pp"}, 3.0), ({}, 3.0), ({"stages": "pp"}, 5.0)):
+        found = torch_world(copied_and_staged, dm.TopologySpec({"pp": 2}, roles=roles), world_size=2)
+        assert found == [pytest.approx(expected, rel=1e-13)] * 2
+
+
+def staged_elsewhere(spec):
+    """Return the norm, in a state without stages, of DTensors on the mesh of a registered one that has some."""
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    base = dm.init_parallel_state(spec=dm.TopologySpec({"every": 4}), name="base")
+    state = dm.init_parallel_state(spec=spec, name="staged")
+    whole = torch.arange(1.0, 5.0, dtype=torch.float64) * (10.0 if state.index("x") else 1.0)
+    own = with_gradient(distribute_tensor(whole, state.submesh("dp"), [Shard(0)], src_data_rank=None))
+    with dm.use_parallel_state(base):
+        return dm.clip_grad_norm_([own], 1e9).item()
+
+
+def test_stages_of_another_registered_state_are_told_apart_by_its_role():
+    """Along its stages every index has an array of its own."""
+    one, ten = (float((np.arange(1.0, 5.0) ** 2).sum()) * scale for scale in (1, 100))
+    spec = dm.TopologySpec({"x": 2, "dp": 2}, roles={"data": "dp", "stages": "x"})
+    assert torch_world(staged_elsewhere, spec, world_size=4) == [pytest.approx(math.sqrt(one + ten), rel=1e-13)] * 4
 
 
 def partly_held():
