@@ -227,8 +227,8 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     """Read a DeepSpeed config: data, sequence and tensor parallel sizes, MiCS and hpZ partitions, experts. *Pure.*
 
     Base axes: pp, dp (or dp_replicate, dp_shard with MiCS), sp, tp. View "expert" over the data-parallel ranks: edp,
-    ep (ep, edp with use_data_before_expert_parallelism); view "hpz" likewise: hpz_outer, hpz. Sizes that DeepSpeed
-    takes in code rather than in the config are arguments.
+    ep (ep, edp with use_data_before_expert_parallelism); view "hpz" likewise: hpz_outer, hpz. Combined: ep_replicate
+    (sp), the copies of experts. Sizes that DeepSpeed takes in code rather than in the config are arguments.
 
     Args:
         pp: Pipeline stages of the PipelineModule; pipeline.stages says the same.
@@ -260,7 +260,7 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     pair = {"edp": -1, "ep": experts}
     if read.get("use_data_before_expert_parallelism"):
         pair = {"ep": experts, "edp": -1}
-    views = {"expert": View(data, pair, {"experts": "ep", "params": "edp", "replicate": "sp"})}
+    views = {"expert": View(data, pair, {"experts": "ep", "params": "edp", "replicate": "ep_replicate"})}
     if hpz > 1:
         views["hpz"] = View(data, {"hpz_outer": -1, "hpz": hpz})
     roles: dict[str, tuple[str, ...]] = {"data": data, "loss": (*data, "sp"), "sequence": ("sp",), "stages": ("pp",)}
@@ -268,7 +268,8 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
         roles["params"] = (data[-1], "sp")
     if mics != -1:
         roles["replicate"] = data[:1]
-    combined = {} if mics == -1 else {"dp": data}
+    # Experts have copies along sp. Hooks that sum their gradients need a communicator beside the one of attention.
+    combined = {"ep_replicate": ("sp",)} if mics == -1 else {"dp": data, "ep_replicate": ("sp",)}
     return TopologySpec({"pp": stages, **replicas, "sp": sp, "tp": tp}, combined, views, roles)
 
 

@@ -92,11 +92,14 @@ def expert_views(topology: Topology) -> tuple[str, ...]:
 
 @lru_cache(maxsize=128)
 def view_param_axes(topology: Topology) -> frozenset[str]:
-    """Return the axes of views over which wrappers gather parameters or reduce gradients. *Pure.*"""
+    """Return the axes of views over which wrappers gather parameters or reduce gradients. *Pure.*
+
+    A combined axis that a view names for its copies is one too, also where what it is made of serves code as well.
+    """
     return frozenset(
         name
         for _, view in topology.spec.named_views
         for part in ("params", "replicate")
         for name in view.roles.get(part, ())
-        if name in view.axes
+        if name in view.axes or name in topology.spec.combined
     )

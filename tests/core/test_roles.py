@@ -104,6 +104,31 @@ def test_presets_say_which_axes_shard_experts():
         assert (lane_of(topology, axis), lane_of(topology, "ep")) == ("param", "data")
 
 
+@pytest.mark.parametrize(
+    ("spec", "view", "sequence"),
+    [
+        (importers.deepspeed({"sequence_parallel_size": 2}, ep=2), "expert", "sp"),
+        (importers.deepspeed({"sequence_parallel_size": 2, "zero_optimization": {"stage": 3}}, ep=2), "expert", "sp"),
+        (
+            dm.TopologySpec(
+                {"dp": 4, "seq": 2},
+                {"copies": "seq"},
+                {"v": dm.View("dp", EDP, {"params": "edp", "replicate": "copies"})},
+                {"data": "dp", "loss": ("dp", "seq"), "params": ("dp", "seq"), "sequence": "seq"},
+            ),
+            "v",
+            "seq",
+        ),
+    ],
+)
+def test_copies_of_experts_along_a_sequence_axis_have_a_lane_beside_that_of_attention(spec, view, sequence):
+    """Hooks sum experts' gradients over the ranks that code sends a sequence to: never on one communicator."""
+    topology = spec.resolve(8)
+    (copies,) = replica_axes(topology, view)
+    assert topology.layout(copies) == topology.layout(sequence)
+    assert (lane_of(topology, copies), lane_of(topology, sequence)) == ("param", "data")
+
+
 def test_view_roles_are_part_of_the_text_and_the_data_of_a_spec():
     """Text and plain data keep them."""
     spec = dm.TopologySpec({"dp": 4}, views={"v": dm.View("dp", EDP, {"params": "edp", "experts": "ep"})})
