@@ -36,7 +36,8 @@ def token_mean(
             on an accelerator) and is negative makes both results NaN on every rank.
         axis: The axis over which tokens differ; None: the role "loss".
         total: The number of tokens of all ranks (and of all micro-batches), at least this rank's `count` and more than
-            0; None: the sum of `count` over the axis.
+            0, a number or a scalar array; None: the sum of `count` over the axis. One that cannot be looked at and is
+            less than `count` makes both results NaN; 0 with a count of 0 is 0 there.
 
     Raises:
         ArgumentError: A count or total that is no such number.
@@ -54,7 +55,7 @@ def token_mean(
         )
     _check_scalar("loss_sum", loss_sum)
     own, whole = _number_of(owner, "count", count), _number_of(owner, "total", total)
-    if whole is not None and (whole < (own or 0) or (whole == 0 and not hasattr(total, "dtype"))):
+    if whole is not None and (whole < (own or 0) or whole == 0):
         raise ArgumentError(
             f"token_mean: total={total!r} for count={count!r}. The total counts the tokens of all ranks and "
             f"micro-batches: at least this rank's, and more than 0. Leave it out to have the counts added up.",

@@ -10,6 +10,8 @@ from dualmesh import ops
 from dualmesh.ambient import meant
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.lazy import array_api_compat
+from dualmesh.resolution import positive
+from dualmesh.scope import get_parallel_state, scope_name
 from dualmesh.sequence.blocks import sequence_positions
 from dualmesh.state import ParallelState
 from dualmesh.topology import Axis
@@ -42,10 +44,13 @@ def ring_attention(
         value: (batch, s, kv_heads, value dim).
         causal: Let a position see itself and earlier ones only.
         positions: Positions of this block in the whole sequence, integers of shape (s,) or (batch, s); None: blocks
-            lie in index order. They travel with the keys, so any placement is right (see `balanced`).
+            lie in index order over the axis, as "sp" slices inside `ulysses_attention` do not. They travel with the keys, so any placement is right (see `balanced`); that none comes
+            twice is looked at with one all_gather of them, 8 bytes per token (JAX: 4).
         segments: The document of each token, integers of shape (s,) or (batch, s), where documents are packed into one
             sequence: a token sees its own document only. Positions may then start anew in each. Padding is a document
-            of its own. `segment_ids` makes them from cumulative lengths.
+            of its own, whose positions count on like others. `segment_ids` makes them from cumulative lengths. Given on
+            all ranks of the axis or on none: where positions are given, others are an error; without positions they
+            wait for each other, and debug mode names them.
         scale: Factor of the scores; None: dim ** -0.5.
 
     Returns:
@@ -54,12 +59,13 @@ def ring_attention(
     Raises:
         ShapeError: Shapes that do not fit each other.
         ArrayTypeError: Positions or segments that are not integers.
-        ArgumentError: Positions that repeat, with no `segments`: which document is meant by a position is not known.
-            On every rank of the axis. Where looking would wait, in compiled code and on a GPU, the answer is NaN.
+        ArgumentError: Positions that repeat within a document, or within the sequence where no `segments` say which
+            document is meant; or segments on some ranks only. On every rank of the axis. Where looking would wait, in
+            compiled code and on a GPU, the lines of the batch with such positions are NaN.
     """
     _check_shapes(query, key, value)
-    _check_tokens("positions", positions, query)
-    _check_tokens("segments", segments, query)
+    positions = _tokens("positions", positions, query)
+    segments = _tokens("segments", segments, query)
     owner = meant("sequence.ring_attention", state)
     xp = array_api_compat.array_namespace(query)
     size = ops.axis_size(axis, state=owner)
@@ -67,8 +73,8 @@ def ring_attention(
     repeated = None
     if positions is None:
         positions = sequence_positions(query, length, axis, state=owner) if causal else None
-    elif segments is None:
-        repeated = _repeated(xp, positions, axis, owner)
+    else:
+        repeated = _repeated(xp, positions, segments, query.shape[:2], axis, owner)
     heads_first = (0, 2, 1, 3)
     query = xp.permute_dims(query, heads_first) * (width**-0.5 if scale is None else scale)
     travelling = xp.permute_dims(xp.concat([key, value], axis=-1), heads_first)
@@ -90,7 +96,8 @@ def ring_attention(
         parts = _merged(xp, parts, attended())
     numerator, denominator, _ = parts
     if repeated is not None:
-        denominator = xp.where(repeated, xp.full_like(denominator, math.nan), denominator)
+        wrong = xp.reshape(repeated, (-1, 1, 1, 1))
+        denominator = xp.where(wrong, xp.full_like(denominator, math.nan), denominator)
     return xp.permute_dims(xp.astype(numerator / denominator, value.dtype), heads_first)
 
 
@@ -100,17 +107,51 @@ def segment_ids(cumulative: Any, length: int) -> Any:
     Slice it like the tokens: `slice_sequence(ids, -1)`.
 
     Args:
-        cumulative: Where documents begin and the last one ends, rising integers from 0, of shape (documents + 1,), as
-            flash attention's `cu_seqlens`. They are believed.
+        cumulative: Where documents begin and the last one ends, rising integers from 0 to `length` at most, of shape
+            (documents + 1,), as flash attention's `cu_seqlens`; two alike are an empty document. Where looking would
+            wait, in compiled code and on a GPU, and for arrays of another framework than the ambient state's, they are
+            believed.
         length: Of the whole sequence; what lies behind the last document is padding, and a document of its own.
+
+    Raises:
+        ArrayTypeError: `cumulative` is no array of integers.
+        ShapeError: It has another shape.
+        ArgumentError: It falls, does not begin at 0, or goes beyond `length`.
 
     >>> import numpy as np
     >>> segment_ids(np.array([0, 3, 5]), 6).tolist()
     [0, 0, 0, 1, 1, 2]
     """
+    where = "sequence.segment_ids"
+    length = positive(where, "length", length, least=0)
+    if not hasattr(cumulative, "dtype") or not _holds_integers(cumulative):
+        found = getattr(cumulative, "dtype", type(cumulative).__qualname__)
+        raise ArrayTypeError(f"{where}: cumulative is {found}. Give an array of integers.", found=found)
+    if len(cumulative.shape) != 1 or cumulative.shape[0] == 0:
+        raise ShapeError(
+            f"{where}: cumulative has shape {tuple(cumulative.shape)}. It must be (documents + 1,): where each "
+            f"document begins, and where the last one ends.",
+            shape=tuple(cumulative.shape),
+        )
     xp = array_api_compat.array_namespace(cumulative)
-    tokens = xp.arange(length, dtype=cumulative.dtype, device=array_api_compat.device(cumulative))
-    return xp.searchsorted(cumulative[1:], tokens, side="right")
+    tokens = xp.arange(length, device=array_api_compat.device(cumulative))
+    ends = xp.astype(cumulative, tokens.dtype)  # the dtype given may be too narrow for the length
+    rises = xp.all(ends[1:] >= ends[:-1]) & (ends[0] == 0) & (ends[-1] <= length)
+    if _known(cumulative, rises) == 0:
+        raise ArgumentError(
+            f"{where}: cumulative={cumulative} for length={length}. It must rise from 0 to {length} at most: where "
+            f"each document begins, and where the last one ends.",
+            cumulative=cumulative,
+            length=length,
+        )
+    return xp.searchsorted(ends[1:], tokens, side="right")
+
+
+def _known(array: Any, flag: Any) -> float | None:
+    """Return a flag made of an array, where looking at it waits for nothing, else None."""
+    if array_api_compat.is_numpy_array(array):
+        return float(flag)
+    return get_parallel_state().collectives.known_number(flag) if scope_name() is not None else None
 
 
 def _visible(mine: dict[str, Any], theirs: dict[str, Any]) -> Any:
@@ -123,14 +164,49 @@ def _visible(mine: dict[str, Any], theirs: dict[str, Any]) -> Any:
     return visible
 
 
-def _repeated(xp: Any, positions: Any, axis: Axis, owner: ParallelState) -> Any:
-    """Return whether a position of the whole sequence comes twice; None where it was seen that none does."""
-    every = ops.all_gather(positions, axis, len(positions.shape) - 1, state=owner)
-    ordered = xp.sort(every, axis=-1)
-    repeated = xp.any(ordered[..., 1:] == ordered[..., :-1])
-    known = owner.collectives.known_number(repeated)
+def _repeated(xp: Any, positions: Any, segments: Any, shape: tuple[int, int], axis: Axis, owner: ParallelState) -> Any:
+    """Return which lines of the batch hold a (segment, position) twice; None where it was seen that none does.
+
+    *Collective over the axis.* One message holds the positions, the segments, and whether segments are given, in one
+    shape whatever is given: so ranks that do not mean the same find out, rather than wait for each other.
+    """
+    batch, length = shape
+    device = array_api_compat.device(positions)
+    number = xp.arange(1, device=device).dtype
+    given = segments is not None
+    rows = [xp.broadcast_to(xp.astype(x, number), shape) for x in (positions, segments if given else positions)]
+    said = xp.full((1, length), int(given), dtype=number, device=device)
+    every = ops.all_gather(xp.concat([*rows, said], axis=0), axis, 1, state=owner)
+    size, known_number = ops.axis_size(axis, state=owner), owner.collectives.known_number
+    flags = every[2 * batch]
+    if length and known_number(xp.all(flags == flags[0])) == 0:
+        lacking = [index for index in range(size) if not known_number(flags[index * length])]
+        raise ArgumentError(
+            f"sequence.ring_attention: segments are given over {axis!r}, but not at the indices {lacking}. Give them "
+            f"on every rank of the axis, or on none.",
+            axis=axis,
+            lacking=tuple(lacking),
+        )
+    ordered, documents = every[:batch], every[batch : 2 * batch]
+    if given:
+        # By segment, and by position within each: the second sort keeps the order of the first.
+        for keys in (0, 1):
+            both = ordered, documents
+            ordered, documents = _sorted_by(xp, both[keys], *both)
+        pairs = (ordered[:, 1:] == ordered[:, :-1]) & (documents[:, 1:] == documents[:, :-1])
+    else:
+        ordered = xp.sort(ordered, axis=-1)
+        pairs = ordered[:, 1:] == ordered[:, :-1]
+    repeated = xp.any(pairs, axis=-1)
+    known = known_number(xp.any(repeated))
     if known is None:
         return repeated
+    if known and given:
+        raise ArgumentError(
+            f"sequence.ring_attention: positions come more than once within a document of segments, over {axis!r}. "
+            f"Let them count on in each, in padding too.",
+            axis=axis,
+        )
     if known:
         raise ArgumentError(
             f"sequence.ring_attention: positions come more than once over {axis!r}, as where documents are packed. "
@@ -138,6 +214,15 @@ def _repeated(xp: Any, positions: Any, axis: Axis, owner: ParallelState) -> Any:
             axis=axis,
         )
     return None
+
+
+def _sorted_by(xp: Any, keys: Any, *arrays: Any) -> tuple[Any, ...]:
+    """Return arrays (lines, n), each line in the order of the keys; equal keys stay in theirs. *Local.*"""
+    lines, count = keys.shape
+    order = xp.argsort(keys, axis=-1, stable=True)
+    starts = xp.arange(lines, dtype=order.dtype, device=array_api_compat.device(keys)) * count
+    places = xp.reshape(order + starts[:, None], (-1,))
+    return tuple(xp.reshape(xp.take(xp.reshape(x, (-1,)), places, axis=0), keys.shape) for x in arrays)
 
 
 def _attended(xp: Any, query: Any, key: Any, value: Any, visible: Any) -> tuple[Any, Any, Any]:
@@ -160,16 +245,35 @@ def _merged(xp: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any]) 
     return first[0] * old + second[0] * new, first[1] * old + second[1] * new, highest
 
 
-def _check_tokens(name: str, given: Any, query: Any) -> None:
-    batch, length = query.shape[:2]
-    if given is not None and tuple(given.shape) not in ((length,), (1, length), (batch, length)):
+def _tokens(name: str, given: Any, query: Any) -> Any:
+    """Return an integer per token of the block, checked, in the framework of the query; None for None. *Local.*"""
+    if given is None:
+        return None
+    xp, (batch, length) = array_api_compat.array_namespace(query), query.shape[:2]
+    if not hasattr(given, "dtype") or (
+        array_api_compat.is_numpy_array(given) and not array_api_compat.is_numpy_array(query)
+    ):
+        try:
+            given = xp.asarray(given, device=array_api_compat.device(query))
+        except (TypeError, ValueError) as error:
+            raise ArrayTypeError(
+                f"sequence.ring_attention: {name} is a {type(given).__qualname__}: {error}. Give an array of integers, "
+                f"(s,) = ({length},) or (batch, s) = ({batch}, {length}).",
+                found=type(given),
+            ) from error
+    if tuple(given.shape) not in ((length,), (1, length), (batch, length)):
         raise ShapeError(
             f"sequence.ring_attention: {name} has shape {tuple(given.shape)}. It must be (s,) = ({length},) or "
             f"(batch, s) = ({batch}, {length}): one integer per token of this rank's block.",
             shape=tuple(given.shape),
         )
-    if given is not None and "int" not in str(given.dtype):
+    if not _holds_integers(given):
         raise ArrayTypeError(f"sequence.ring_attention: {name} are {given.dtype}. Give integers.", dtype=given.dtype)
+    return given
+
+
+def _holds_integers(x: Any) -> bool:
+    return "int" in str(x.dtype)
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:

@@ -1,7 +1,8 @@
 """The seed's sequence-parallel functions under their own names, arguments and gradients.
 
 New code uses `blocks` and `ulysses`, whose gradients are exact transposes; here each gradient is what the seed's
-callers count on. `group` is an axis, a tuple of axes, or a native group of the ambient or another registered state.
+callers count on. So is the padding: with 0 where nothing is said, integers and masks too. `group` is an axis, a tuple
+of axes, or a native group of the ambient or another registered state.
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,19 @@ from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
 from dualmesh.resolution import positive
 from dualmesh.scope import get_parallel_state
-from dualmesh.sequence.blocks import pad_sequence, token_weighted_mean, unpad_sequence
+from dualmesh.sequence.blocks import token_weighted_mean, unpad_sequence
 from dualmesh.sequence.native_groups import found, in_state_of_group, is_native
 from dualmesh.sequence.packed import agree_on_segments, joined_segments, own_segment
 from dualmesh.topology import Axis
 
 
 def pad_tensor(x: Any, dim: int, padding_size: int, padding_value: float = 0) -> Any:
-    """Append `padding_size` elements of `padding_value` along `dim`. *Local.*"""
+    """Append `padding_size` elements of `padding_value` along `dim`. *Local.*
+
+    Args:
+        padding_value: As in VeOmni 0 where nothing is said, for integers and masks too, where it is a token, a class or
+            a position: `pad_sequence` asks there.
+    """
     where = "sequence.pad_tensor"
     dim = checked_dim(where, x, dim)
     if positive(where, "padding_size", padding_size, least=0) == 0:
@@ -39,7 +45,11 @@ def unpad_tensor(x: Any, dim: int, padding_size: int) -> Any:
 
 
 def sp_pad(tensor: Any, dim: int = -1, pad_value: float = 0) -> Any:
-    """Append `pad_value` along `dim` up to a multiple of the size of sp. *Local.*"""
+    """Append `pad_value` along `dim` up to a multiple of the size of sp. *Local.*
+
+    Args:
+        pad_value: As in VeOmni 0 where nothing is said, for integers and masks too: `pad_sequence` asks there.
+    """
     return _padded(tensor, dim, pad_value, 1)
 
 
@@ -47,7 +57,8 @@ def sp_pad_and_slice(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale
     """Return my block over sp of a padded sequence. *Local.* Gradient: zeros outside the block.
 
     Args:
-        pad_value: Appended along `dim` up to a multiple of the size of sp times `pad_scale`.
+        pad_value: Appended along `dim` up to a multiple of the size of sp times `pad_scale`. As in VeOmni 0 where
+            nothing is said, for integers and masks too: `slice_sequence` asks there.
     """
     return ops.take_block(_padded(tensor, dim, pad_value, pad_scale), "sp", dim)
 
@@ -65,15 +76,16 @@ def slice_input_tensor(x: Any, dim: int, padding: bool = True, padding_value: fl
     Args:
         padding: Append `padding_value` where the size does not divide `dim`. Without it every block has the length of
             the first, ceil(length / size), but what is left for the last ones is shorter or empty.
+        padding_value: As in VeOmni 0 where nothing is said, for integers and masks too: `slice_sequence` asks there.
         group: What it is split over; None: sp.
 
     Raises:
         ShapeError: JAX, where blocks have one shape: the size does not divide `dim`, and `padding` is off.
     """
     axis = _axis(group, "sp")
-    if padding:
-        return ops.take_block(pad_sequence(x, dim, axis, value=padding_value), axis, dim)
     dim = checked_dim("sequence.slice_input_tensor", x, dim)
+    if padding:
+        return ops.take_block(pad_tensor(x, dim, -x.shape[dim] % ops.axis_size(axis), padding_value), axis, dim)
     index, block = ops.axis_index(axis), -(-x.shape[dim] // ops.axis_size(axis))
     if not isinstance(index, int):
         return ops.take_block(x, axis, dim)

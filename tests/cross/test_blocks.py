@@ -78,19 +78,31 @@ def padded_integers():
             seq.slice_sequence(labels, 0, value=-100),
             seq.slice_sequence(mask, 0, value=False),
             seq.slice_sequence(labels[:4], 0),
+            seq.slice_input_tensor(labels, 0, group="ulysses"),
+            seq.slice_input_tensor(mask, 0, group="ulysses"),
             seq.pad_sequence(x, 0)[-1:],
         )
 
     arrays = (np.arange(5, dtype=np.int32) + 1, np.ones(5, bool), np.ones(3))
-    lifted = dm.shard_map(cut, (dm.P(),) * 3, (dm.P("sp"),) * 3 + (dm.P(),), state=state)
+    lifted = dm.shard_map(cut, (dm.P(),) * 3, (dm.P("sp"),) * 5 + (dm.P(),), state=state)
     return [dm.to_numpy(x).tolist() for x in lifted(*(dm.distribute(x, dm.P()) for x in arrays))], said[:5]
 
 
 @pytest.mark.parametrize("backend", ["sim", "torch", "jax"])
 def test_integers_are_padded_with_what_is_said_and_never_with_a_silent_zero(backend):
-    """0 is a class and a token; floating-point arrays end in zeros, and nothing is asked where nothing is padded."""
+    """0 is a class and a token; floating-point arrays end in zeros, and nothing is asked where nothing is padded.
+
+    VeOmni's functions pad everything with 0 where nothing is said, as there.
+    """
     for parts, said in wide_worlds()[backend](padded_integers, world_size=2):
-        assert parts == [[1, 2, 3, 4, 5, -100], [True] * 5 + [False], [1, 2, 3, 4], [0.0]]
+        assert parts == [
+            [1, 2, 3, 4, 5, -100],
+            [True] * 5 + [False],
+            [1, 2, 3, 4],
+            [1, 2, 3, 4, 5, 0],
+            [True] * 5 + [False],
+            [0.0],
+        ]
         for text, part in zip(
             said,
             ("sequence.slice_sequence: dim 0", "sequence.pad_sequence: dim 0", "value=0.5", "value=2", "value=1099511"),

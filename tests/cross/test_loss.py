@@ -81,6 +81,8 @@ def refused_means():
     ask("vector loss", lambda xp, loss: dm.token_mean(xp.reshape(loss, (1,)), 3))
     ask("integer loss", lambda xp, loss: dm.token_mean(xp.astype(loss, xp.int32), 3))
     ask("total 0", lambda xp, loss: dm.token_mean(loss, 3, total=0))
+    ask("array total 0", lambda xp, loss: dm.token_mean(loss, 0, total=xp.astype(loss, xp.int32) * 0))
+    ask("host total 0", lambda xp, loss: dm.token_mean(loss, 0, total=np.array(0)))
     ask("total less", lambda xp, loss: dm.token_mean(loss, 3, total=2))
     ask("nan", lambda xp, loss: dm.token_mean(loss, float("nan")))
     ask("nothing", lambda xp, loss: dm.token_mean(loss * math.nan, 0))
@@ -101,11 +103,16 @@ def test_counts_totals_and_losses_that_cannot_be_are_refused(backend):
             "vector loss": "loss_sum has shape (1,)",
             "integer loss": "loss_sum has dtype",
             "total 0": "total=0 for count=3",
+            "host total 0": "total=array(0) for count=0",
             "total less": "total=2 for count=3",
             "nan": "count=nan",
         }.items():
             assert part in said[name], name
         assert said["nothing"] == [[0.0, 0.0]] * 2
+        if backend == "jax":  # traced: nobody can look, and nothing over nothing is 0
+            assert said["array total 0"] == [[0.0, 0.0]] * 2
+        else:
+            assert "more than 0" in said["array total 0"]
         for name in ("traced negative", "traced total"):
             assert "token_mean" in said[name] if isinstance(said[name], str) else np.isnan(said[name]).all()
             assert isinstance(said[name], str) == (backend != "jax")
