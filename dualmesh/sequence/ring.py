@@ -44,8 +44,9 @@ def ring_attention(
         value: (batch, s, kv_heads, value dim).
         causal: Let a position see itself and earlier ones only.
         positions: Positions of this block in the whole sequence, integers of shape (s,) or (batch, s); None: blocks
-            lie in index order over the axis, as "sp" slices inside `ulysses_attention` do not. They travel with the keys, so any placement is right (see `balanced`); that none comes
-            twice is looked at with one all_gather of them, 8 bytes per token (JAX: 4).
+            lie in index order over the axis, as "sp" slices inside `ulysses_attention` do not. They travel with the
+            keys, so any placement is right (see `balanced`); that none comes twice is looked at with one all_gather of
+            integers, one for the position and one for the segment of every token.
         segments: The document of each token, integers of shape (s,) or (batch, s), where documents are packed into one
             sequence: a token sees its own document only. Positions may then start anew in each. Padding is a document
             of its own, whose positions count on like others. `segment_ids` makes them from cumulative lengths. Given on
