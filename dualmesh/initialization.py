@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any, Literal
 
 from dualmesh import environment, logs, scope
-from dualmesh.arguments import flag_of, is_one_of, items_of, words_of
+from dualmesh.arguments import flag_of, is_one_of, items_of, refuse_unknown_keywords, words_of
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.fitting import AnySpec, fitted, places_of
 from dualmesh.group_options import checked_options
@@ -29,6 +29,7 @@ INCLUDE_SP = (
 )
 
 
+@refuse_unknown_keywords()
 def init_parallel_state(
     dp_size: int | None = None,
     dp_replicate_size: int = 1,
@@ -133,6 +134,7 @@ def init_parallel_state(
     return states[name]
 
 
+@refuse_unknown_keywords(beside=parallel_spec)
 def init_parallel_states(
     specs: Mapping[str, AnySpec | RankGroups],
     default: str | None = None,

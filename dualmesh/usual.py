@@ -5,7 +5,7 @@ Axes of one's own need nothing from here: declare them with `TopologySpec`.
 
 from collections.abc import Sequence
 
-from dualmesh.arguments import flag_of, items_of, words_of
+from dualmesh.arguments import flag_of, items_of, refuse_unknown_keywords, words_of
 from dualmesh.errors import counted
 from dualmesh.resolution import refuse, whole
 from dualmesh.spec import TopologySpec, View
@@ -28,6 +28,7 @@ ROLES = {
 }
 
 
+@refuse_unknown_keywords()
 def parallel_spec(
     dp_size: int | None = None,
     dp_replicate_size: int = 1,

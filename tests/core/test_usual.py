@@ -1,9 +1,11 @@
 """The usual axes: what the seed's sizes mean, and every problem of them at once."""
 
+import inspect
+
 import pytest
 
 import dualmesh as dm
-from dualmesh.errors import SpecError
+from dualmesh.errors import ArgumentError, SpecError
 
 
 def sizes(world_size, **kwargs):
@@ -93,3 +95,45 @@ def test_an_extra_parallel_needs_a_name_of_its_own(name):
 def test_an_extra_parallel_that_does_not_divide_says_what_would():
     with pytest.raises(SpecError, match=r"has 8 positions. ep_fsdp=-1 needs the others .* divisor of 8: 1, 2, 4, 8"):
         dm.parallel_spec(dp_shard_size=8, ep_size=3).resolve(8)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        (
+            dm.init_parallel_state,
+            {"tp": 2},
+            r"init_parallel_state: there is no argument 'tp'\..*Did you mean 'tp_size'\?$",
+        ),
+        (
+            dm.init_parallel_state,
+            {"ulysses": 2, "dp_size": 2},
+            r"no argument 'ulysses'.*Did you mean 'ulysses_size'\?$",
+        ),
+        (dm.init_parallel_state, {"dp_shard_sise": 2}, r"no argument 'dp_shard_sise'.*Did you mean 'dp_shard_size'\?$"),
+        (dm.init_parallel_state, {"zzz": 2}, r"no argument 'zzz'\. Arguments: dp_size, .*group_options\.$"),
+        (dm.parallel_spec, {"ep": 2}, r"parallel_spec: there is no argument 'ep'.*Did you mean 'ep_size'\?$"),
+        (
+            dm.init_parallel_states,
+            {"tp": 2},
+            r"Did you mean 'tp_size'\? It is an argument of parallel_spec: give its spec",
+        ),
+        (
+            dm.init_parallel_states,
+            {"tp_size": 2},
+            r"no argument 'tp_size'.*group_options\. It is an argument of parallel_spec",
+        ),
+        (dm.init_parallel_states, {"own_group": True}, r"Did you mean 'own_groups'\?$"),
+    ],
+)
+def test_a_keyword_that_is_none_is_refused_with_the_one_that_was_meant(call, given, message):
+    """The size of an axis is found by its name, and where another function takes it that is said."""
+    with pytest.raises(ArgumentError, match=message):
+        call(**given)
+
+
+def test_signatures_stay_as_they_are_written():
+    """Type checkers, help and editors see the keywords."""
+    names = list(inspect.signature(dm.parallel_spec).parameters)
+    assert names[:3] == ["dp_size", "dp_replicate_size", "dp_shard_size"]
+    assert list(inspect.signature(dm.init_parallel_states).parameters)[:2] == ["specs", "default"]

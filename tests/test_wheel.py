@@ -1,0 +1,20 @@
+"""The wheel as it is built: what users install has types for every package."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BUILD = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
+
+
+def test_every_package_of_the_wheel_says_that_it_is_typed(tmp_path):
+    """Without the marker mypy takes what a package exports for Any."""
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, str(tmp_path)], cwd=ROOT, check=True, timeout=120, capture_output=True, text=True
+    )
+    names = zipfile.ZipFile(tmp_path / built.stdout.split()[-1]).namelist()
+    packages = {name.split("/")[0] for name in names if name.endswith(".py")}
+    assert packages == {"dualmesh", "dualmesh_torch", "dualmesh_jax", "dualmesh_sim"}
+    assert {name for name in names if name.endswith("py.typed")} == {f"{package}/py.typed" for package in packages}
