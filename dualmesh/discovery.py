@@ -97,9 +97,20 @@ def _is_absent(name: str, error: BaseException) -> bool:
     return isinstance(error, ModuleNotFoundError) and error.name == name
 
 
+def requirements(extra: str) -> str:
+    """Return what an extra of dualmesh asks for, as pip takes it: these packages are in every index. *Local.*
+
+    >>> requirements("torch")
+    "'torch>=2.11'"
+    """
+    parts = [line.partition(";") for line in metadata.requires(OWN) or ()]
+    asked = [named.strip() for named, _, marker in parts if marker.split("==")[-1].strip(" '\"") == extra]
+    return " ".join(f"'{named}'" for named in asked) or extra
+
+
 def _unimportable(name: str, point: "EntryPoint", error: BaseException) -> BackendImportError:
     package = point.dist.name if point.dist is not None else point.module
-    cure = f"pip install '{package}[{name}]'" if package == OWN else f"See the package {package!r}, which ships it"
+    cure = f"pip install {requirements(name)}" if package == OWN else f"See the package {package!r}, which ships it"
     found = f"{name} is not installed" if _is_absent(name, error) else f"{type(error).__name__}: {error}"
     return BackendImportError(f"Backend {name!r} could not be imported: {found}. {cure}.", backend=name)
 

@@ -1,9 +1,14 @@
 """The wheel as it is built: what users install has types for every package."""
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+from dualmesh.cli.report import EXTRA
+from dualmesh.discovery import requirements
 
 ROOT = Path(__file__).parent.parent
 BUILD = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
@@ -18,3 +23,13 @@ def test_every_package_of_the_wheel_says_that_it_is_typed(tmp_path):
     packages = {name.split("/")[0] for name in names if name.endswith(".py")}
     assert packages == {"dualmesh", "dualmesh_torch", "dualmesh_jax", "dualmesh_sim"}
     assert {name for name in names if name.endswith("py.typed")} == {f"{package}/py.typed" for package in packages}
+
+
+def test_what_messages_advise_to_install_is_what_the_extras_ask_for():
+    """Packages of an index, not extras of one that need not be on it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert EXTRA.split() == [re.split("[><=]", one)[0] for one in extras["cli"]]
+    for name in ("torch", "jax", "cli"):
+        # Metadata is written in another order and case than pyproject.toml.
+        assert sorted(requirements(name).lower().split()) == sorted(f"'{one}'".lower() for one in extras[name])
+    assert requirements("of nobody") == "of nobody"

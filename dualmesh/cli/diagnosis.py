@@ -63,7 +63,7 @@ def packages() -> Iterator[Finding]:
     least = least_versions()
     there = {name: version for name in frameworks() if (version := installed(name)) is not None}
     if not there:
-        choices = listed(f"'{discovery.OWN}[{name}]'" for name in frameworks())
+        choices = listed(discovery.requirements(name) for name in frameworks())
         yield Finding(
             "frameworks",
             "problem",

@@ -11,7 +11,7 @@ from typing import Any
 
 from dualmesh.extras import imported
 
-EXTRA = "'dualmesh-topology[cli]'"
+EXTRA = "absl-py rich PyYAML"
 """What to install for the command line."""
 PROBLEM, USAGE, ABSENT = 1, 2, 3
 """Exit codes besides 0: something is wrong; the question is wrong; a package is missing."""
