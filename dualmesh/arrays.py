@@ -30,6 +30,8 @@ def distribute(
 ) -> Any:
     """Lay a global host array over the ranks. *Local*; with `src` or `check` *collective over the state*.
 
+    The result has memory of its own: the array may be written to at once.
+
     Args:
         array: The global array. Every process holds an equal copy and cuts its part of it; with `src` only the process
             of that rank gives it, and what others give is not looked at.
@@ -64,7 +66,7 @@ def distribute(
 
 
 def to_numpy(x: Any, *, shape: Sequence[int] | None = None, state: ParallelState | None = None) -> Any:
-    """Return the global value as a numpy array, on every process. *Collective over the state.*
+    """Return the global value as a numpy array, a copy, on every process. *Collective over the state.*
 
     Args:
         shape: The shape that the array had before `distribute(pad=True)`; what was put there is taken off.
@@ -78,6 +80,8 @@ def to_numpy(x: Any, *, shape: Sequence[int] | None = None, state: ParallelState
 
 def shard_local(block: Any, spec: Any, *, state: ParallelState | None = None, check: bool = False) -> Any:
     """Build a global array from what each process holds, its `local_slices`. *Local*; with `check` *collective*.
+
+    The result has memory of its own: the block may be written to at once.
 
     Args:
         block: This rank's block; for a process with several ranks, the smallest slice of the global array that
@@ -97,7 +101,10 @@ def shard_local(block: Any, spec: Any, *, state: ParallelState | None = None, ch
 
 
 def constrain(x: Any, spec: Any, *, state: ParallelState | None = None) -> Any:
-    """Return the same global value laid out as `spec` says; the constraint inside a JAX jit. *Collective.*"""
+    """Return the same global value laid out as `spec` says; the constraint inside a JAX jit. *Collective.*
+
+    What lies so already may come back itself, in the same memory.
+    """
     return _ready("constrain", state).arrays.constrain(x, P.of(spec))
 
 

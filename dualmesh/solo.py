@@ -95,19 +95,26 @@ class _SoloArrays(Arrays):
     """One process holds everything."""
 
     def distribute(self, array: Any, spec: P) -> Any:
-        return array
+        return _copied(array)
 
     def to_numpy(self, x: Any) -> Any:
-        return np.asarray(x)
+        return np.array(x)
 
     def shard_local(self, block: Any, spec: P) -> Any:
-        return block
+        return _copied(block)
 
     def constrain(self, x: Any, spec: P) -> Any:
         return x
 
     def reshard(self, x: Any, spec: P, source: ParallelState, source_spec: P) -> Any:
         return x
+
+
+def _copied(array: Any) -> Any:
+    """Return an array in memory of its own, in its framework; what is no array becomes numpy's. *Local.*"""
+    if not array_api_compat.is_array_api_obj(array):
+        return np.array(array)
+    return array_api_compat.array_namespace(array).asarray(array, copy=True)
 
 
 class _SoloPrograms(Programs):

@@ -48,6 +48,8 @@ def pad_sequence(
 ) -> Any:
     """Append `value` along `dim` up to the next multiple of the size of the axis. *Local.*
 
+    Where nothing is missing, the array itself is returned, not a copy.
+
     Args:
         value: Floating-point arrays are padded with zeros where it is None. Integers and booleans mean something:
             tokens, labels, positions, masks; 0 is a class and a token, so there it must be said.
@@ -92,7 +94,10 @@ def _checked_filling(where: str, xp: Any, dtype: Any, value: Any) -> Any:
 
 
 def unpad_sequence(x: Any, dim: int, length: int) -> Any:
-    """Cut `dim` to its first `length` elements. *Local.*"""
+    """Cut `dim` to its first `length` elements. *Local.*
+
+    The result shares the memory of `x` where its framework has views (torch, numpy).
+    """
     where = "sequence.unpad_sequence"
     dim = checked_dim(where, x, dim)
     length = positive(where, "length", length, least=0)

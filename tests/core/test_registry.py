@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 import dualmesh as dm
@@ -135,6 +136,19 @@ def test_refused_init_registers_nothing(world):
     with pytest.warns(StateWarning, match="before any init"):
         state = dm.get_parallel_state()
     assert state.world_size == 1
+
+
+def test_arrays_are_copies_before_any_init_too():
+    """As with a state: the caller may fill its buffer anew at once."""
+    solo_state.cache_clear()
+    with pytest.warns(StateWarning, match="before any init"):
+        dm.get_parallel_state()
+    for call in (lambda x: dm.distribute(x, dm.P()), lambda x: dm.shard_local(x, dm.P()), dm.to_numpy):
+        buffer = np.arange(4.0)
+        made = call(buffer)
+        buffer[...] = -1
+        assert made.tolist() == [0, 1, 2, 3]
+    assert dm.distribute([1, 2], dm.P()).tolist() == [1, 2]
 
 
 def test_the_warning_before_any_init_points_at_the_line_of_the_user():

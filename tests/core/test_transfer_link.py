@@ -218,6 +218,18 @@ def test_a_send_may_overlap_with_changes_to_the_tree(states, store):
         np.testing.assert_array_equal(into["w"].value(), values(1)["w"])
 
 
+def test_what_is_sent_is_copied_when_it_starts(states, store):
+    """The caller may fill its buffer anew while it is under way, and write to what it received."""
+    source, target = linked(store, states, specs=(P("tp"), P("dp")))
+    with source, target:
+        buffer = np.arange(8.0)
+        sending = source.sending({"w": buffer}, version=1).start()
+        buffer[...] = -1
+        into = {"w": dm.distribute(np.zeros(8), P("dp"), state=states[1])}
+        assert (1, 1) == (target.receive(into=into), sending.wait())
+        assert into["w"].value().tolist() == list(range(8))
+
+
 @pytest.mark.parametrize(
     ("into", "match"),
     [
