@@ -171,7 +171,7 @@ class GroupPool:
 
     def _destroy(self, groups: list[Group]) -> None:
         for group in groups:
-            dist.destroy_process_group(group)
+            private.destroy_group(group)
         private.forget_plans()
 
     def _made(self, key: Key, where: str) -> Group:
