@@ -14,7 +14,7 @@ from dualmesh.resolution import whole
 DETECT = "auto"
 """The init_method that leaves it to the framework to find out about its cluster."""
 PREFIX = "DUALMESH_"
-OWN_NAMES = ("BACKEND", "CONFIG", "DEBUG", "ENV", "SPEC", "STRICT", "TIMEOUT_S")
+OWN_NAMES = ("BACKEND", "CONFIG", "DEBUG", "ENV", "SPEC", "STRICT", "TIMEOUT_S", "TRANSFER_KEY")
 """What dualmesh's own variables are called after the prefix, beside the settings of a state; ENV is of its scripts."""
 _SIZE = "_SIZE"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -14,6 +14,7 @@ from dualmesh.errors import (
     BackendError,
     GroupTimeoutError,
     RankError,
+    SessionError,
     StaleStateError,
     listed,
 )
@@ -21,12 +22,15 @@ from dualmesh.group_options import checked_timeout
 from dualmesh.resolution import positive, whole
 from dualmesh.session import driver_for
 from dualmesh.transfer_carriers import Carrier
-from dualmesh.transfer_store import Door, address_of, door_to, hold, let_go, reachable
+from dualmesh.transfer_key import find_key
+from dualmesh.transfer_store import MOST_PLACES, Door, address_of, door_to, hold, let_go, reachable
 
 NO_NATIVE = (
     "TransferGroup {name!r}: no process group joins its ranks, of the backends {backends}. torch makes one where all "
     "are torch; dm.transfer_link moves weights between any."
 )
+_PAUSE_S = 0.1
+_LONGEST_NAME = 256
 
 
 class Seat(NamedTuple):
@@ -61,7 +65,9 @@ class TransferGroup:
     made_by = "dm.transfer_group"
     """What messages tell to call again."""
 
-    def __init__(self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier) -> None:
+    def __init__(
+        self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier, key: str | bytes | None
+    ) -> None:
         self.name, self.rank, self.size = name, seat.place, seat.total
         self.seat = seat
         self.generation = 0
@@ -73,7 +79,8 @@ class TransferGroup:
         self._native: Any = None
         self._ended = ""
         self._offers: list[dict[str, Any]] = []
-        self._holds = seat.is_first and hold(address[1])
+        self.secret = find_key(self.made_by, key)
+        self._holds = seat.is_first and hold(address, key)
 
     @property
     def process_group(self) -> Any:
@@ -123,7 +130,7 @@ class TransferGroup:
         where, deadline = f"transfer_group {self.name!r}", time.monotonic() + timeout_s
         offer = {"backend": self._carrier.backend, **self._carrier.offer(self.rank)}
         while True:
-            self._door = door_to(where, *self._address, deadline)
+            self._door = door_to(where, self._address, self.secret, deadline)
             if self._ended:  # another thread of this process asked for the next generation
                 self._door.close()
                 raise self._stale(where, self._ended)
@@ -131,8 +138,15 @@ class TransferGroup:
             try:
                 answer = self._door.ask("join", self.name, left, said=[offer, said], **self.seat._asdict())
                 break
-            except OSError:  # the store's process ended; it may start anew
+            except OSError as error:  # the store's process ended; it may start anew
                 self._door.close()
+                if time.monotonic() > deadline:
+                    raise SessionError(
+                        f"{where}: the store at {self._address[0]}:{self._address[1]} does not answer: {error}. Start "
+                        f"its process anew.",
+                        address=self._address,
+                    ) from error
+                time.sleep(_PAUSE_S)
         if "problem" in answer:
             raise AgreementError(
                 f"{where}: {answer['problem']} Give every process the same size and a rank of its own.",
@@ -164,7 +178,7 @@ class TransferGroup:
         if self._door is not None:
             self._door.close()
         if self._holds:
-            let_go(self._address[1])
+            let_go(self._address)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -224,6 +238,7 @@ def transfer_group(
     said: Any = None,
     timeout_s: float | None = None,
     backend: str | None = None,
+    key: str | bytes | None = None,
 ) -> TransferGroup:
     """Join a group of processes of several worlds, in a rank space of its own. *Collective over its ranks.*
 
@@ -238,6 +253,8 @@ def transfer_group(
         said: Plain data (JSON) that the others find in `told`.
         timeout_s: How long to wait for the others, in seconds; None: as for states.
         backend: As in `init_distributed`: the framework whose native group joins the ranks, where all have it.
+        key: The secret that all processes of the group know; None: DUALMESH_TRANSFER_KEY, or that of this user on this
+            machine. Who does not know it is refused.
 
     Raises:
         ArgumentError: The name or the address is none.
@@ -254,16 +271,25 @@ def transfer_group(
     1
     """
     where = "transfer_group"
-    if not isinstance(name, str) or not name:
-        raise ArgumentError(f"{where}: name={name!r}. Give a non-empty text.", name=name)
+    check_name(where, name)
     count = positive(where, "size", size)
+    if count > MOST_PLACES:
+        raise ArgumentError(f"{where}: size={size!r}. A group has at most {MOST_PLACES} ranks.", size=size)
     number = whole(rank)
     if number is None or not 0 <= number < count:
         raise RankError(f"{where} {name!r}: rank {rank!r} is none of its ranks. Ranks: 0..{count - 1}.", rank=rank)
     address = address_of(where, store)
     limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
     seat = Seat("", number, count, ("",))
-    return joined(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier()), said, limit)
+    return joined(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier(), key), said, limit)
+
+
+def check_name(where: str, name: Any) -> None:
+    """Refuse what is no name of a group or link. *Pure.*"""
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+        raise ArgumentError(
+            f"{where}: name={str(name)[:80]!r}. Give a text of 1 to {_LONGEST_NAME} characters.", name=name
+        )
 
 
 def joined(group: TransferGroup, said: Any, timeout_s: float) -> TransferGroup:

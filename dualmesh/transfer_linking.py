@@ -14,12 +14,14 @@ from dualmesh.registry import registry
 from dualmesh.resolution import positive
 from dualmesh.state import ParallelState
 from dualmesh.transfer_carriers import NoCarrier
+from dualmesh.transfer_channel import route_to
 from dualmesh.transfer_ends import end_of, renames_of
-from dualmesh.transfer_groups import Seat, TransferGroup, joined
+from dualmesh.transfer_groups import Seat, TransferGroup, check_name, joined
+from dualmesh.transfer_key import find_key
 from dualmesh.transfer_links import SIDES, LinkSettings, TransferLink
 from dualmesh.transfer_run import BUFFER_BYTES
 from dualmesh.transfer_store import address_of
-from dualmesh.transfer_wire import listening
+from dualmesh.transfer_wire import Visits
 
 
 class LinkGroup(TransferGroup):
@@ -39,6 +41,7 @@ def transfer_link(
     renames: Mapping[str, str] | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     checksum: bool = False,
+    key: str | bytes | None = None,
 ) -> TransferLink:
     """Link a state of this world with one of another, of the same framework or not. *Collective over both worlds.*
 
@@ -56,6 +59,8 @@ def transfer_link(
         buffer_bytes: Memory that messages may use in a process, beside the copies of its blocks; the smaller of the
             two sides counts.
         checksum: Whether the target compares what arrives with what was sent; both sides say the same.
+        key: The secret that all processes of both sides know; None: DUALMESH_TRANSFER_KEY, or that of this user on this
+            machine. Who does not know it is refused.
 
     Raises:
         ArgumentError: The role or the address is none; or renames on the source.
@@ -65,8 +70,7 @@ def transfer_link(
     where = "transfer_link"
     if not is_one_of(role, SIDES):
         raise ArgumentError(f"{where}: role={role!r}. Allowed: {listed(SIDES)}.{did_you_mean(role, SIDES)}", role=role)
-    if not isinstance(name, str) or not name:
-        raise ArgumentError(f"{where}: name={name!r}. Give a non-empty text.", name=name)
+    check_name(where, name)
     found = registry.get(state) if isinstance(state, str) else state
     if not isinstance(found, ParallelState):
         raise ArgumentError(f"{where}: state={state!r}. Give a state or its name.", state=state)
@@ -85,19 +89,19 @@ def transfer_link(
     speakers = sorted(set(own))
     seat = Seat(role, speakers.index(found.local_ranks[0]), len(speakers), SIDES)
     members = list(found.members)
-    said = {
+    said: dict[str, Any] = {
         "side": role,
         "places": [members.index(rank) for rank in found.local_ranks],
         "topology": {"spec": found.topology.spec.to_dict(), "size": found.world_size},
         "settings": [bound, bool(checksum)],
     }
-    with listening() as server:
-        said["port"] = server.getsockname()[1]
-        group = joined(LinkGroup(name, seat, address, NoCarrier(found.backend)), said, limit)
+    with Visits(route_to(*address), find_key(where, key)) as visits:
+        said["port"] = visits.port
+        group = joined(LinkGroup(name, seat, address, NoCarrier(found.backend), key), said, limit)
         try:
             settings = LinkSettings(limit, names, *_same_settings(name, group.told))
             link = TransferLink(group, role, found, specs, settings)
-            link.connect(server, limit)
+            link.connect(visits, limit)
         except BaseException:
             group.close()
             raise

@@ -6,7 +6,6 @@ halves of one conversation are here.
 
 import hashlib
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from dualmesh.transfer_passage import Passage
 from dualmesh.transfer_plan import TransferPlan, plan_transfer
 from dualmesh.transfer_run import HostBlocks, carry, message_bytes
 from dualmesh.transfer_specs import from_data, to_data
-from dualmesh.transfer_wire import Peer, PeerWire, received_visits, visited
+from dualmesh.transfer_wire import Peer, PeerWire, Visits, connect_to
 
 SIDES = ("source", "target")
 
@@ -145,7 +144,7 @@ class TransferLink:
 
     # -- meeting ---------------------------------------------------------------------------------------------------
 
-    def connect(self, server: socket.socket, timeout_s: float) -> None:
+    def connect(self, visits: Visits, timeout_s: float) -> None:
         """Connect every process of the source with every one of the target. *Collective*; called once."""
         told, settings = self.group.told, self._settings
         sides = {side: [rank for rank, one in enumerate(told) if one["side"] == side] for side in SIDES}
@@ -153,12 +152,12 @@ class TransferLink:
         names = {rank: f"process {others.index(rank)} of the {told[rank]['side']}" for rank in others}
         generation = f"{self.group.name}/{self.group.life}/{self.generation}"
         if self.role == "target":
-            self._peers = received_visits(server, names, generation, timeout_s)
+            self._peers = visits.await_peers(names, generation, timeout_s)
         else:
             greeting = {"generation": generation, "place": self.group.rank}
             for rank in others:
                 address = self.group.hosts[rank], told[rank]["port"]
-                self._peers[rank] = visited(*address, names[rank], greeting, settings.timeout_s)
+                self._peers[rank] = connect_to(address, names[rank], self.group.secret, greeting, settings.timeout_s)
         for peer in self._peers.values():
             peer.timeout_s = settings.timeout_s
         self._tops = {side: told[ranks[0]]["topology"] for side, ranks in sides.items()}

@@ -3,16 +3,19 @@
 Who keeps rooms, and how processes reach them, is in `transfer_store`.
 """
 
-import select
-import socket
+import itertools
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from dualmesh.errors import listed
+from dualmesh.transfer_channel import Channel
 
 Place = tuple[str, int]
 """A side of a group, "" where it has one only, and a process of that side."""
+
+_MOST_NAMED = 256
 
 
 @dataclass(eq=False)
@@ -25,8 +28,14 @@ class Entry:
     sides: tuple[str, ...]
     said: Any
     host: str
-    door: socket.socket
+    channel: Channel
     answer: dict[str, Any] | None = None
+    answered: threading.Event = field(default_factory=threading.Event)
+
+    def tell(self, **answer: Any) -> None:
+        """Give it the answer that it waits for."""
+        self.answer = answer
+        self.answered.set()
 
     @property
     def key(self) -> Place:
@@ -47,31 +56,43 @@ class Room:
 
     def enter(self, entry: Entry) -> None:
         """Take a place, and begin the next generation where it was the last one free."""
-        for other in [one for one in self.waiting.values() if has_left(one.door)]:
-            self.leave(other)
         if entry.key in self.waiting:
-            entry.answer = {"problem": f"{named(entry.key)} is taken by another process, which waits now."}
-            return
+            if not self.waiting[entry.key].channel.has_left:
+                entry.tell(problem=f"{named(entry.key)} is taken by another process, which waits now.")
+                return
+            self.leave(self.waiting[entry.key])
         peers = [one for one in self.waiting.values() if one.side == entry.side or one.sides != entry.sides]
         counts = {one.count for one in peers} - {entry.count}
         if counts or any(one.sides != entry.sides for one in peers):
             found = f"{named(entry.key)} said {entry.count} ranks, those that wait ({all_named(self.waiting)})"
             found += f" said {listed(sorted(counts))}." if counts else " are of a group of another kind."
             for one in (entry, *self.waiting.values()):
-                one.answer = {"problem": found}
+                one.tell(problem=found)
             self.waiting = {}
             return
         self.waiting[entry.key] = entry
         self.gone.discard(entry.key)
-        if not self.missing(entry):
+        if self._is_complete(entry.sides):
             self._begin(entry.sides)
 
     def missing(self, entry: Entry) -> list[str]:
-        """Return who must come, as far as is known, and neither waits nor came before."""
-        counts = {one.side: one.count for one in self.waiting.values()}
-        places = [(side, place) for side in entry.sides for place in range(counts.get(side, 1))]
-        missing = [place for place in places if place not in self.waiting]
+        """Return who must come, as far as is known, and neither waits nor came before; not more than some."""
+        counts = self._counts()
+        places = ((side, place) for side in entry.sides for place in range(counts.get(side, 1)))
+        missing = itertools.islice((place for place in places if place not in self.waiting), _MOST_NAMED)
         return [named(place) if place[0] in counts else f"all of the {place[0]}" for place in missing]
+
+    def _counts(self) -> dict[str, int]:
+        return {one.side: one.count for one in self.waiting.values()}
+
+    def _is_complete(self, sides: tuple[str, ...]) -> bool:
+        # Places are below the count of their side, and each is taken once: so it is enough to count.
+        counts = self._counts()
+        if set(counts) != set(sides) or len(self.waiting) < sum(counts.values()):
+            return False
+        for other in [one for one in self.waiting.values() if one.channel.has_left]:
+            self.leave(other)
+        return len(self.waiting) == sum(counts.values())
 
     def leave(self, entry: Entry) -> None:
         """Give a place back."""
@@ -87,7 +108,7 @@ class Room:
         order = sorted(self.members, key=lambda key: (sides.index(key[0]), key[1]))
         told = [[self.members[key].host, self.members[key].said] for key in order]
         for rank, key in enumerate(order):
-            self.members[key].answer = {"generation": self.generation, "told": told, "rank": rank}
+            self.members[key].tell(generation=self.generation, told=told, rank=rank)
 
 
 def named(place: Place) -> str:
@@ -98,9 +119,3 @@ def named(place: Place) -> str:
 def all_named(places: Iterable[Place]) -> str:
     """Return the names of places, or nothing where there are none. *Pure.*"""
     return ", ".join(named(place) for place in sorted(places))
-
-
-def has_left(door: socket.socket) -> bool:
-    """Tell whether the other end of a connection closed it. *Local.*"""
-    readable, _, _ = select.select([door], [], [], 0)
-    return bool(readable) and not door.recv(1, socket.MSG_PEEK)

@@ -1,22 +1,26 @@
 """Where the processes of several worlds meet: a small server of named rooms, and the door that a process keeps to it.
 
-Standard library only, so a world of any framework can come. What a room's members then share is in `transfer_groups`.
-Messages are lines of JSON.
+Standard library only, so a world of any framework can come. What a room's members then share is in `transfer_groups`;
+who may come, and how messages travel, is in `transfer_channel`.
 """
 
-import contextlib
-import json
 import os
-import socket
 import threading
 import time
 from typing import Any
 
 from dualmesh.errors import ArgumentError, SessionError
-from dualmesh.transfer_rooms import Entry, Room, all_named, has_left, named
+from dualmesh.resolution import whole
+from dualmesh.transfer_channel import Channel, ForeignError, Listener, visit
+from dualmesh.transfer_key import VARIABLE, find_key
+from dualmesh.transfer_rooms import Entry, Room, all_named, named
 
-_POLL_S = 0.1
+MOST_PLACES = 1 << 20
+"""The largest group."""
+_POLL_S = 0.5
+_PAUSE_S = 0.1
 _PATIENCE_S = 5.0
+_LONGEST_NAME = 1024
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -25,32 +29,33 @@ class TransferStore:
 
     Args:
         port: Where to listen; 0: a free port.
+        host: The address to listen at, and no other: a name or number of this machine that the others reach.
+        key: The secret that processes must know; None: DUALMESH_TRANSFER_KEY, or that of this user on this machine.
+
+    Raises:
+        ArgumentError: The port is none, or the host not a text.
+        OSError: Somebody listens there, or the host is not this machine.
 
     >>> with TransferStore() as store:
     ...     store.port > 0
     True
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, *, host: str = "localhost", key: str | bytes | None = None) -> None:
+        number = whole(port)
+        if number is None or not 0 <= number < 1 << 16:
+            raise ArgumentError(f"TransferStore: port={port!r}. Give 0 to 65535; 0: a free port.", port=port)
+        if not isinstance(host, str) or not host:
+            raise ArgumentError(f"TransferStore: host={host!r}. Give a name or number of this machine.", host=host)
         self.life = os.urandom(4).hex()
         self._rooms: dict[str, Room] = {}
-        self._changed = threading.Condition()
-        self._doors: set[socket.socket] = set()
-        if socket.has_dualstack_ipv6():
-            self._server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            self._server = socket.create_server(("", port))
-        self.port: int = self._server.getsockname()[1]
-        threading.Thread(target=self._serve, name=f"dualmesh store {self.port}", daemon=True).start()
+        self._lock = threading.Lock()
+        self._listener = Listener(host, number, find_key("TransferStore", key), self._attend)
+        self.port: int = self._listener.port
 
     def close(self) -> None:
         """Stop serving. *Local*; idempotent."""
-        with self._changed:
-            doors, self._doors = self._doors, set()
-        for one in (self._server, *doors):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+        self._listener.close()
 
     def __enter__(self) -> "TransferStore":
         return self
@@ -58,56 +63,63 @@ class TransferStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                door, (host, *_) = self._server.accept()
-            except OSError:
-                return
-            with self._changed:
-                self._doors.add(door)
-            threading.Thread(target=self._attend, args=(door, host.removeprefix("::ffff:")), daemon=True).start()
-
-    def _attend(self, door: socket.socket, host: str) -> None:
+    def _attend(self, channel: Channel, host: str) -> bool:
         """Answer one process until it leaves."""
         kept: list[tuple[Room, Entry]] = []
-        with contextlib.suppress(OSError, ValueError, KeyError), door, door.makefile("r") as said:
-            for line in said:
-                asked = json.loads(line)
-                answer = self._answer(asked, door, host, kept)
-                door.sendall(json.dumps({**answer, "life": self.life}).encode() + b"\n")
-        with self._changed:
-            self._doors.discard(door)
-            for room, entry in kept:
-                room.leave(entry)
-            self._changed.notify_all()
+        try:
+            while True:
+                answer = self._answer(channel.hear(None), channel, host, kept)
+                channel.say({**answer, "life": self.life}, _PATIENCE_S)
+        finally:
+            with self._lock:
+                for room, entry in kept:
+                    room.leave(entry)
 
-    def _answer(
-        self, asked: dict[str, Any], door: socket.socket, host: str, kept: list[tuple[Room, Entry]]
-    ) -> dict[str, Any]:
-        with self._changed:
-            room = self._rooms.setdefault(asked["name"], Room())
-            if asked["what"] == "look":
-                lost, waiting = (
-                    all_named(room.lost) if room.lost else "",
-                    all_named(room.waiting) if room.waiting else "",
-                )
+    def _answer(self, asked: Any, channel: Channel, host: str, kept: list[tuple[Room, Entry]]) -> dict[str, Any]:
+        problem = _problem_of(asked)
+        if problem:
+            return {"problem": f"The store refused it: {problem}"}
+        if asked["what"] == "look":
+            with self._lock:
+                room = self._rooms.get(asked["name"], Room())
+                lost, waiting = all_named(room.lost), all_named(room.waiting)
                 return {"generation": room.generation, "lost": lost, "waiting": waiting}
-            place = asked["side"], asked["place"], asked["total"], tuple(asked["sides"])
-            entry = Entry(*place, asked["said"], host, door)
+        place = asked["side"], asked["place"], asked["total"], tuple(asked["sides"])
+        entry = Entry(*place, asked["said"], host, channel)
+        with self._lock:
+            room = self._rooms.setdefault(asked["name"], Room())
             room.enter(entry)
             kept.append((room, entry))
-            self._changed.notify_all()
-            deadline = time.monotonic() + asked["timeout_s"]
-            while entry.answer is None and time.monotonic() < deadline and not has_left(door):
-                self._changed.wait(_POLL_S)
+        deadline = time.monotonic() + asked["timeout_s"]
+        while not entry.answered.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline or channel.has_left:
+                break
+        with self._lock:
             if entry.answer is not None:
                 return entry.answer
             came, gone = all_named(room.waiting), all_named(room.gone)
             missing = [one for one in room.missing(entry) if one not in {named(place) for place in room.gone}]
             room.leave(entry)
-            self._changed.notify_all()
             return {"missing": missing, "came": came, "gone": gone}
+
+
+def _problem_of(asked: Any) -> str:
+    """Return what is wrong with what a process asks, "" for nothing: looked at once, here, before anything is done."""
+    if not isinstance(asked, dict) or asked.get("what") not in ("look", "join"):
+        return "it asks neither to look nor to join."
+    if not isinstance(asked.get("name"), str) or not 0 < len(asked["name"]) <= _LONGEST_NAME:
+        return f"a name is a text of 1 to {_LONGEST_NAME} characters."
+    if asked["what"] == "look":
+        return ""
+    sides, side = asked.get("sides"), asked.get("side")
+    if not isinstance(sides, list) or not all(isinstance(one, str) for one in sides) or side not in sides:
+        return "its side is none of its sides."
+    total, place, timeout_s = asked.get("total"), asked.get("place"), asked.get("timeout_s")
+    if type(total) is not int or type(place) is not int or not 0 <= place < total <= MOST_PLACES:
+        return f"its place is not below its total, or that above {MOST_PLACES}."
+    if not isinstance(timeout_s, int | float) or not 0 <= timeout_s < float("inf"):
+        return "its timeout is no time."
+    return "" if "said" in asked else "it says nothing to the others."
 
 
 class Door:
@@ -116,15 +128,16 @@ class Door:
     Args:
         host: Where the store is.
         port: Its port.
+        key: The secret that the store knows too.
         timeout_s: How long to try, in seconds.
 
     Raises:
+        ForeignError: Who listens there does not know the secret, or is no store.
         OSError: Nobody listens there.
     """
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self._socket = socket.create_connection((host, port), timeout=max(timeout_s, _POLL_S))
-        self._lines = self._socket.makefile("r")
+    def __init__(self, host: str, port: int, key: bytes, timeout_s: float) -> None:
+        self._channel = visit(host, port, key, timeout_s)
         self._lock = threading.Lock()
 
     def ask(self, what: str, name: str, timeout_s: float = 0.0, **said: Any) -> dict[str, Any]:
@@ -134,52 +147,43 @@ class Door:
             OSError: The store does not answer.
         """
         with self._lock:
-            self._socket.settimeout(timeout_s + _PATIENCE_S)
-            asked = {"what": what, "name": name, "timeout_s": timeout_s, **said}
-            self._socket.sendall(json.dumps(asked).encode() + b"\n")
-            try:
-                line = self._lines.readline()
-            except ValueError:  # closed in another thread
-                line = ""
-        if not line:
-            raise ConnectionResetError("the store closed the connection")
-        answer: dict[str, Any] = json.loads(line)
+            self._channel.say({"what": what, "name": name, "timeout_s": timeout_s, **said}, _PATIENCE_S)
+            answer = self._channel.hear(timeout_s + _PATIENCE_S)
+        if not isinstance(answer, dict):
+            raise ForeignError("it speaks another language")
         return answer
 
     def close(self) -> None:
         """Leave. *Local*; idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
-        self._socket.close()
+        self._channel.close()
 
 
 # -- stores that this process holds ------------------------------------------------------------------------------------
 
-_held: dict[int, tuple[TransferStore, int]] = {}
+_held: dict[tuple[str, int], tuple[TransferStore, int]] = {}
 _lock = threading.Lock()
 
 
-def hold(port: int) -> bool:
-    """Serve at a port, unless somebody else does; tell whether this process does. *Local.* Paired with `let_go`."""
+def hold(address: tuple[str, int], key: str | bytes | None) -> bool:
+    """Serve at an address, unless somebody else does; tell whether this process does. *Local.* Paired with `let_go`."""
     with _lock:
-        if port in _held:
-            store, users = _held[port]
-            _held[port] = (store, users + 1)
+        if address in _held:
+            store, users = _held[address]
+            _held[address] = (store, users + 1)
             return True
         try:
-            _held[port] = (TransferStore(port), 1)
+            _held[address] = (TransferStore(address[1], host=address[0], key=key), 1)
         except OSError:
             return False
         return True
 
 
-def let_go(port: int) -> None:
-    """Stop serving at a port once nobody in this process needs it. *Local.*"""
+def let_go(address: tuple[str, int]) -> None:
+    """Stop serving at an address once nobody in this process needs it. *Local.*"""
     with _lock:
-        store, users = _held.pop(port)
+        store, users = _held.pop(address)
         if users > 1:
-            _held[port] = (store, users - 1)
+            _held[address] = (store, users - 1)
             return
     store.close()
 
@@ -206,21 +210,29 @@ def reachable(host: str, store_host: str) -> str:
     return store_host if host in _LOOPBACK else host
 
 
-def door_to(where: str, host: str, port: int, deadline: float) -> Door:
+def door_to(where: str, address: tuple[str, int], key: bytes, deadline: float) -> Door:
     """Return a connection to a store, which may come later than this process. *Local*, with a timeout.
 
     Raises:
-        SessionError: Nobody served there in time.
+        SessionError: Nobody served there in time, or who does has another key.
     """
+    host, port = address
     while True:
         try:
-            return Door(host, port, deadline - time.monotonic())
+            return Door(host, port, key, deadline - time.monotonic())
+        except ForeignError as error:
+            raise SessionError(
+                f"{where}: what listens at {host}:{port} is not this group's store: {error}. Give all processes the "
+                f"same key= or {VARIABLE} (without either, processes of one user on one machine share one), and the "
+                f"address of a dm.TransferStore or of transfer rank 0.",
+                address=f"{host}:{port}",
+            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise SessionError(
                     f"{where}: nobody serves at {host}:{port}: {error}. Transfer rank 0 does, from its call on: start "
-                    f"it, at that address, or hold a dm.TransferStore({port}) there.",
+                    f"it, at that address, or hold a dm.TransferStore({port}, host={host!r}) there.",
                     address=f"{host}:{port}",
                     missing=(0,),
                 ) from error
-            time.sleep(_POLL_S)
+            time.sleep(_PAUSE_S)

@@ -1,18 +1,21 @@
-"""Connections between the processes of two worlds, and messages over them.
+"""The processes of two worlds, connected, and messages between them.
 
-Who connects to whom is in `transfer_link`; the processes find each other in `transfer_groups`.
+Who connects to whom is in `transfer_links`; the processes find each other in `transfer_groups`, and what a connection
+is, is in `transfer_channel`.
 """
 
 import contextlib
-import json
-import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from dualmesh.errors import GroupTimeoutError, StaleStateError
+from dualmesh.transfer_channel import GREETING_S, Channel, Listener, visit
 from dualmesh.transfer_plan import Message
 from dualmesh.transfer_run import Wire
+
+_LONGEST_GREETING = 4096
 
 
 class Peer:
@@ -20,60 +23,43 @@ class Peer:
 
     Args:
         name: How messages call it.
-        connection: The socket; the peer owns it.
-        timeout_s: How long to wait for it, in seconds.
+        channel: The connection; the peer owns it.
+        timeout_s: How long to wait for each message of its, in seconds.
     """
 
-    def __init__(self, name: str, connection: socket.socket, timeout_s: float) -> None:
+    def __init__(self, name: str, channel: Channel, timeout_s: float) -> None:
         self.name, self.timeout_s = name, timeout_s
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._rest = b""
+        self._channel = channel
 
     def say(self, **said: Any) -> None:
         """Send plain data. *Local*, with a timeout."""
-        self.send(json.dumps(said).encode() + b"\n")
+        with self._named_faults(self.timeout_s):
+            self._channel.say(said, self.timeout_s)
 
     def hear(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the plain data that the peer says next. *Local*, with a timeout."""
-        with self._named_faults(self.timeout_s if timeout_s is None else timeout_s):
-            while b"\n" not in self._rest:
-                part = self._socket.recv(1 << 16)
-                if not part:
-                    raise ConnectionResetError("it closed the connection")
-                self._rest += part
-        line, _, self._rest = self._rest.partition(b"\n")
-        said: dict[str, Any] = json.loads(line)
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        with self._named_faults(limit):
+            said: dict[str, Any] = self._channel.hear(limit)
         return said
 
     def send(self, buffer: Any) -> None:
         """Send bytes. *Local*, with a timeout."""
         with self._named_faults(self.timeout_s):
-            self._socket.sendall(memoryview(buffer))
+            self._channel.send(buffer, self.timeout_s)
 
     def receive(self, buffer: Any) -> None:
         """Fill a buffer of bytes. *Local*, with a timeout."""
-        view = memoryview(buffer)
-        early = self._rest[: len(view)]
-        view[: len(early)] = early
-        self._rest, view = self._rest[len(early) :], view[len(early) :]
         with self._named_faults(self.timeout_s):
-            while len(view):
-                count = self._socket.recv_into(view)
-                if not count:
-                    raise ConnectionResetError("it closed the connection")
-                view = view[count:]
+            self._channel.receive(buffer, self.timeout_s)
 
     def close(self) -> None:
         """End the connection. *Local*; idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._channel.close()
 
     @contextlib.contextmanager
     def _named_faults(self, timeout_s: float) -> Any:
         try:
-            self._socket.settimeout(timeout_s)
             yield
         except TimeoutError as error:
             raise GroupTimeoutError(
@@ -108,57 +94,69 @@ def _done() -> None:
     """Nothing is left to wait for."""
 
 
-def listening() -> socket.socket:
-    """Return a socket at which others can reach this process, at a free port. *Local.*"""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def visited(host: str, port: int, name: str, greeting: Mapping[str, Any], timeout_s: float) -> Peer:
+def connect_to(address: tuple[str, int], name: str, key: bytes, greeting: Mapping[str, Any], timeout_s: float) -> Peer:
     """Return the process that listens at an address, after greeting it. *Local*, with a timeout."""
     try:
-        peer = Peer(name, socket.create_connection((host, port), timeout=timeout_s), timeout_s)
+        channel = visit(*address, key, timeout_s)
     except OSError as error:
         raise GroupTimeoutError(
-            f"TransferLink: {name} cannot be reached at {host}:{port}: {error}. It may have ended; else let this host "
-            f"reach it there.",
+            f"TransferLink: {name} cannot be reached at {address[0]}:{address[1]}: {error}. It may have ended; else "
+            f"let this host reach it there, and give both the same key.",
             missing=(name,),
         ) from error
+    peer = Peer(name, channel, timeout_s)
     peer.say(**greeting)
     return peer
 
 
-def received_visits(
-    server: socket.socket, names: Mapping[int, str], generation: str, timeout_s: float
-) -> dict[int, Peer]:
-    """Return the processes that visit, by the number that they greet with. *Local*, with a timeout.
+class Visits:
+    """Where the processes of the other side connect to this one, and those that did.
 
-    Raises:
-        GroupTimeoutError: Some did not come in time; the message names them.
+    Args:
+        host: The address to listen at.
+        key: The secret that visitors must know.
     """
-    found: dict[int, Peer] = {}
-    deadline = time.monotonic() + timeout_s
-    try:
-        while len(found) < len(names):
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            connection, _ = server.accept()
-            peer = Peer("a visitor", connection, timeout_s)
-            with contextlib.suppress(GroupTimeoutError, StaleStateError, ValueError):
-                said = peer.hear(min(timeout_s, 5.0))
-                if said.get("generation") == generation and said.get("place") in names:
-                    peer.name = names[said["place"]]
-                    found[said["place"]] = peer
-                    continue
-            peer.close()
-    except TimeoutError as error:
-        for peer in found.values():
-            peer.close()
-        missing = [name for place, name in names.items() if place not in found]
+
+    def __init__(self, host: str, key: bytes) -> None:
+        self._came: dict[tuple[str, int], Channel] = {}
+        self._moved = threading.Condition()
+        self._listener = Listener(host, 0, key, self._attend)
+        self.port = self._listener.port
+
+    def __enter__(self) -> "Visits":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        with self._moved:
+            came, self._came = self._came, {}
+        for channel in came.values():  # of other generations, whose processes have given up
+            channel.close()
+
+    def await_peers(self, names: Mapping[int, str], generation: str, timeout_s: float) -> dict[int, Peer]:
+        """Return the processes that visit, by the number that they greet with. *Local*, with a timeout.
+
+        Raises:
+            GroupTimeoutError: Some did not come in time; the message names them.
+        """
+        deadline = time.monotonic() + timeout_s
+        keys = {(generation, place): place for place in names}
+        with self._moved:
+            self._moved.wait_for(lambda: keys.keys() <= self._came.keys(), max(deadline - time.monotonic(), 0.0))
+            missing = [names[place] for key, place in keys.items() if key not in self._came]
+            if not missing:
+                return {place: Peer(names[place], self._came.pop(key), timeout_s) for key, place in keys.items()}
         raise GroupTimeoutError(
-            f"TransferLink: {', '.join(missing)} did not connect within {timeout_s:g} s. Let their hosts reach this "
-            f"one.",
+            f"TransferLink: {', '.join(missing)} did not connect within {timeout_s:g} s. Let their hosts reach "
+            f"this one.",
             missing=tuple(missing),
             timeout_s=timeout_s,
-        ) from error
-    return found
+        )
+
+    def _attend(self, channel: Channel, host: str) -> bool:
+        said = channel.hear(GREETING_S, _LONGEST_GREETING)
+        if not isinstance(said, dict) or type(said.get("generation")) is not str or type(said.get("place")) is not int:
+            return False
+        with self._moved:
+            self._moved.notify_all()
+            return self._came.setdefault((said["generation"], said["place"]), channel) is channel

@@ -5,15 +5,18 @@ meeting is at the coordinator's address, which process 0 leaves to JAX afterward
 """
 
 import contextlib
-import socket
+import threading
 import time
+from collections.abc import Callable
 
 from dualmesh.errors import SessionError, listed
+from dualmesh.transfer_channel import GREETING_S, Channel, ForeignError, Listener, visit
 
-_HELLO, _GO, _MISSING = b"dualmesh process ", b"dualmesh go\n", b"dualmesh misses "
+_KEY = b"dualmesh"
+"""No secret: JAX's own port, at the same address, has none either."""
 _PAUSE_S = 0.05
 _PATIENCE_S = 5.0
-_LINE = 4096
+_LONGEST_GREETING = 4096
 
 
 def meet(address: str, rank: int, count: int, timeout_s: float) -> None:
@@ -35,32 +38,45 @@ def meet(address: str, rank: int, count: int, timeout_s: float) -> None:
         raise SessionError(f"Backend 'jax': {address!r} is no address. Give 'tcp://host:port'.", address=address)
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        _receive(int(port), count, deadline, timeout_s)
+        _receive(host.strip("[]"), int(port), count, deadline, timeout_s)
     else:
         _visit(host.strip("[]"), int(port), rank, deadline, timeout_s)
 
 
-def _receive(port: int, count: int, deadline: float, timeout_s: float) -> None:
+def _receive(host: str, port: int, count: int, deadline: float, timeout_s: float) -> None:
     """Wait for the others as process 0, then tell them to go on, or who is missing."""
-    here: dict[int, socket.socket] = {}
-    with _listening(port) as server, contextlib.ExitStack() as open_sockets:
-        while len(here) < count - 1 and time.monotonic() < deadline:
-            server.settimeout(max(deadline - time.monotonic(), _PAUSE_S))
-            try:
-                visitor = open_sockets.enter_context(server.accept()[0])
-            except TimeoutError:
-                break
-            said = _line(visitor, _PATIENCE_S)
-            number = said.removeprefix(_HELLO).strip()
-            if said.startswith(_HELLO) and number.isdigit():
-                here[int(number)] = visitor
-            elif said.startswith(b"PRI "):  # JAX's client, of a process that joins without dualmesh
-                return
-        missing = sorted(set(range(1, count)) - set(here))
-        answer = _MISSING + ",".join(map(str, missing)).encode() + b"\n" if missing else _GO
-        for visitor in here.values():
-            with contextlib.suppress(OSError):
-                visitor.sendall(answer)
+    here: dict[int, Channel] = {}
+    moved, joined_without = threading.Condition(), threading.Event()
+
+    def is_jax(first: bytes) -> bool:
+        """Note JAX's client, of a process that joins without dualmesh."""
+        with moved:
+            if first == b"PRI ":
+                joined_without.set()
+            moved.notify_all()
+        return first == b"PRI "
+
+    def attend(channel: Channel, _: str) -> bool:
+        number = channel.hear(GREETING_S, _LONGEST_GREETING)
+        if type(number) is not int or not 0 < number < count:
+            return False
+        with moved:
+            replaced, here[number] = here.get(number), channel
+            moved.notify_all()
+        if replaced is not None:  # the process started anew
+            replaced.close()
+        return True
+
+    with contextlib.closing(_listener(host, port, attend, is_jax)), moved:
+        is_over = moved.wait_for(
+            lambda: joined_without.is_set() or len(here) == count - 1, max(deadline - time.monotonic(), 0.0)
+        )
+        missing = [] if is_over else sorted(set(range(1, count)) - set(here))
+        came = list(here.values())
+    for channel in came:
+        with contextlib.suppress(OSError):
+            channel.say(missing, _PATIENCE_S)
+        channel.close()
     if missing:
         raise _absent(missing, count, timeout_s)
 
@@ -68,14 +84,19 @@ def _receive(port: int, count: int, deadline: float, timeout_s: float) -> None:
 def _visit(host: str, port: int, rank: int, deadline: float, timeout_s: float) -> None:
     """Tell process 0 that this one is here, and wait for its answer."""
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=_PATIENCE_S) as door:
-            door.sendall(_HELLO + str(rank).encode() + b"\n")
-            answer = _line(door, max(deadline - time.monotonic(), 0) + _PATIENCE_S)
-            if answer.startswith(_MISSING):
-                missing = [int(part) for part in answer[len(_MISSING) :].split(b",")]
+        try:
+            channel = visit(host, port, _KEY, min(_PATIENCE_S, deadline - time.monotonic()))
+        except ForeignError:
+            return  # JAX itself listens there: it joins without dualmesh
+        except OSError:
+            time.sleep(_PAUSE_S)
+            continue
+        with contextlib.closing(channel), contextlib.suppress(OSError):
+            channel.say(rank, _PATIENCE_S)
+            missing = channel.hear(max(deadline - time.monotonic(), 0) + _PATIENCE_S)
+            if missing:
                 raise _absent(missing, None, timeout_s)
-            if answer:
-                return
+            return
         time.sleep(_PAUSE_S)
     raise SessionError(
         f"Backend 'jax': process {rank} did not reach process 0 at {host}:{port} within {timeout_s:g} s. Start process "
@@ -84,33 +105,18 @@ def _visit(host: str, port: int, rank: int, deadline: float, timeout_s: float) -
     )
 
 
-def _listening(port: int) -> socket.socket:
+def _listener(
+    host: str, port: int, attend: Callable[[Channel, str], bool], is_jax: Callable[[bytes], bool]
+) -> Listener:
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return Listener(host, port, _KEY, attend, is_jax)
     except OSError as error:
         raise SessionError(
-            f"Backend 'jax': process 0 cannot listen on port {port}: {error}. torchrun and torch hold MASTER_PORT, and "
-            f"JAX takes the next one. Give a free one: init_method='tcp://host:port', or "
+            f"Backend 'jax': process 0 cannot listen at {host}:{port}: {error}. torchrun and torch hold MASTER_PORT, "
+            f"and JAX takes the next one. Give a free one: init_method='tcp://host:port', or "
             f"JAX_COORDINATOR_ADDRESS=host:port.",
             port=port,
         ) from error
-
-
-def _line(peer: socket.socket, patience_s: float) -> bytes:
-    """Return what a peer says up to a line's end, or nothing where it says nothing in time."""
-    peer.settimeout(patience_s)
-    said = b""
-    with contextlib.suppress(OSError):
-        while b"\n" not in said and len(said) < _LINE:
-            part = peer.recv(_LINE)
-            if not part:
-                break
-            said += part
-            if not b"dualmesh".startswith(said[:8]):
-                break
-    return said
 
 
 def _absent(missing: list[int], count: int | None, timeout_s: float) -> SessionError:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.bench import report
 
-BENCHES = ("ambient", "collectives", "debugging", "jax_dispatch", "topology_scale")
+BENCHES = ("ambient", "collectives", "debugging", "jax_dispatch", "link", "topology_scale")
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """Transfer groups without a framework: generations, who is missing, who left, what is refused."""
 
-import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from dualmesh.errors import (
     StaleStateError,
 )
 from dualmesh.transfer_groups import Seat, _current
+from dualmesh.transfer_key import find_key
 from dualmesh.transfer_store import Door, address_of
 
 
@@ -115,14 +114,16 @@ def test_who_does_not_come_is_named_and_the_place_is_free_again(store):
     close(*groups)
 
 
+def door(store):
+    return Door(*address_of("test", store), find_key("test", None), 10.0)
+
+
 def test_who_dies_while_waiting_makes_room(store):
-    host, port = "localhost", int(store.rpartition(":")[2])
-    dead = socket.create_connection((host, port))
+    dead = door(store)
     asked = {"what": "join", "name": "weights", "said": None, "timeout_s": 60.0, **Seat("", 1, 2, ("",))._asdict()}
-    dead.sendall(json.dumps(asked).encode() + b"\n")
+    dead._channel.say(asked, 5.0)
     time.sleep(0.2)
     dead.close()
-    time.sleep(0.5)
     groups = joined(store, 0, 1)
     assert [1, 1] == [group.generation for group in groups]
     close(*groups)
@@ -131,7 +132,7 @@ def test_who_dies_while_waiting_makes_room(store):
 def test_a_rank_taken_twice_and_sizes_that_differ_are_refused(store):
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(join, store, 0, 2)
-        other_process = Door(*address_of("test", store), 10.0)
+        other_process = door(store)
         while other_process.ask("look", "weights")["waiting"] != "rank 0":
             time.sleep(0.01)
         answer = other_process.ask("join", "weights", 1.0, **Seat("", 0, 2, ("",))._asdict(), said=None)

@@ -203,5 +203,5 @@ def test_a_taken_port_is_an_error_with_the_cure():
 
     with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]
-        with pytest.raises(SessionError, match=rf"cannot listen on port {port}.*JAX_COORDINATOR_ADDRESS"):
+        with pytest.raises(SessionError, match=rf"cannot listen at 127.0.0.1:{port}.*JAX_COORDINATOR_ADDRESS"):
             meet(f"127.0.0.1:{port}", 0, 2, 5.0)
