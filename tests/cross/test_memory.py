@@ -83,16 +83,16 @@ def changed(backend):
         before = read(made, state)
         buffer[...] = -1
         after = read(made, state)
-        if not np.array_equal(after, before):
+        if (after != before).any():
             found.append(name)
         value = dm.to_numpy(made)
         value[...] = -2
-        if not np.array_equal(read(made, state), after):
+        if (read(made, state) != after).any():
             found.append(f"to_numpy of {name}")
     buffer = filled_buffer()
     read_back = dm.to_numpy(given(buffer))
     buffer[...] = -1
-    return found + ([] if np.array_equal(read_back, WHOLE) else ["to_numpy"])
+    return found + ([] if (read_back == WHOLE).all() else ["to_numpy"])
 
 
 def lifted(name, x):
