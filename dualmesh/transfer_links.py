@@ -294,7 +294,17 @@ class TransferLink:
                 f"that is sent; renames={{path here: path in the source}} says which is which.",
                 paths=tuple(missing),
             )
-        for path, (_, array) in blocks.items():
+        wholes = _whole_shapes(plan)
+        for path, (shape, array) in blocks.items():
+            # A global array has the whole shape, a rank's plain block its own.
+            size = tuple(wanted[path].shape)
+            if size not in (tuple(wholes[path]), tuple(shape)):
+                raise ShardingError(
+                    f"TransferLink.receive: {path!r} has shape {size} here, and {tuple(wholes[path])} in the source, "
+                    f"of which a rank here holds {tuple(shape)}. Give a place of one of these shapes.",
+                    path=path,
+                    shape=size,
+                )
             here = self.state.arrays.host_dtype(wanted[path])
             if here != array.dtype:
                 raise ShardingError(

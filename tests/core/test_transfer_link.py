@@ -242,6 +242,14 @@ def test_what_is_sent_is_copied_when_it_starts(states, store):
             },
             "'w' is float16 here",
         ),
+        (
+            {
+                "w": np.zeros((8, 5), "float32"),
+                "layers": [{"b": np.zeros((6, 8), "int16")}],
+                "n": np.zeros((), "int64"),
+            },
+            r"'w' has shape \(8, 5\) here, and \(8, 4\) in the source, of which a rank here holds \(8, 2\)",
+        ),
     ],
 )
 def test_what_the_target_cannot_take_is_refused_on_both_sides_and_the_link_goes_on(states, store, into, match):
