@@ -26,7 +26,9 @@ from dualmesh.registry import registry
 from dualmesh.scope import current_scope
 from dualmesh_jax.arrays import is_keys, is_staging, is_tracing, laid_out
 from dualmesh_jax.captures import Contents, captured, changed
+from dualmesh_jax.private import is_transforming
 from dualmesh_jax.regions import region_of
+from dualmesh_jax.retraced import Retraced
 from dualmesh_jax.specs import checked_specs, mapped_by_spec
 from dualmesh_jax.surroundings import ambient_mesh, check_one_place, has_no_mesh
 from dualmesh_jax.watch import run_together
@@ -72,6 +74,7 @@ class Lifted:
         self._was_compiled = False
         self._own: set[int] = set()  # variables that tracing itself changes (a counter, a log), which say nothing new
         self._words = f"shard_map of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
+        self._retraced = Retraced()
         self._compile(captured(fn))
 
     def _compile(self, contents: Contents) -> None:
@@ -90,8 +93,8 @@ class Lifted:
 
     def __call__(self, *args: Any) -> Any:
         current_scope()  # refuses where the thread is in another scope, for which the results would be kept
-        staging = is_staging()
-        if not staging:
+        staging, transforming = is_staging(), is_transforming()
+        if not transforming:
             self._look_at_captured()
         if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
             args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
@@ -113,7 +116,7 @@ class Lifted:
                     # itself appears; jit around it: nothing is computed that a gradient does not need.
                     results = jax.jit(lambda *args: self._traced(*args), inline=True)(*args)
                 else:
-                    results = self._run(args)
+                    results = run_together(self._state, self._words, self._program(args, transforming), args)
             except ValueError as error:
                 self._check_devices(args, error)
                 raise
@@ -121,14 +124,9 @@ class Lifted:
             mapped_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
         return results
 
-    def _run(self, args: tuple[Any, ...]) -> Any:
-        try:
-            return run_together(self._state, self._words, self._compiled, args)
-        except jax.errors.UnexpectedTracerError:
-            # An eager gradient's tracer, in an attribute or a global, was met when this was compiled, and kept.
-            caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
-            self._compile(captured(self._fn))
-            return run_together(self._state, self._words, self._compiled, args)
+    def _program(self, args: tuple[Any, ...], transforming: bool) -> Callable[..., Any]:
+        """Return what runs eagerly: what is kept, or, where the arguments are transformed, what is traced now."""
+        return self._retraced.program(self._traced, args) if transforming else self._compiled
 
     def _traced(self, *args: Any) -> Any:
         native = functools.partial(self._state.native_spec, "shard_map")

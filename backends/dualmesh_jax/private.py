@@ -1,11 +1,15 @@
 """JAX names that are not public; each is guarded and says what happens where it is missing."""
 
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import Mesh, get_mesh
 
 _is_initialized: Callable[[], bool] | None
@@ -28,6 +32,12 @@ except ImportError:  # another JAX: processes do not compare states first, and e
 # Retired by one that does (https://github.com/jax-ml/jax/blob/main/jax/core.py).
 _outside_tracing: Any = getattr(jax.core, "eval_context", None)
 
+# JAX has one such state for all threads.
+_untransformed: object = None
+if _outside_tracing is not None:
+    with _outside_tracing():
+        _untransformed = get_opaque_trace_state()
+
 _metadata: Callable[[], dict[str, Any] | None] | None
 try:
     # The public `set_xla_metadata` has no reader. Seen in jax 0.10.2; retired by one
@@ -48,6 +58,11 @@ def backend_is_initialized() -> bool:
     return _is_initialized is not None and bool(_is_initialized())
 
 
+def may_have_started() -> bool:
+    """Tell whether JAX has started its backend; True where it cannot be told. *Local*; starts nothing."""
+    return _is_initialized is None or bool(_is_initialized())
+
+
 def store_client() -> Any | None:
     """Return the client of the store in which JAX's processes met, or None where there is none. *Local.*"""
     client = getattr(_runtime, "client", None)
@@ -66,6 +81,14 @@ def mesh_outside_tracing() -> Mesh | None:
             return get_mesh()
     except ValueError:  # JAX's answer inside tracing
         return None
+
+
+def is_transforming() -> bool:
+    """Tell whether a transformation is at work here, an eager gradient or vmap included; True where it cannot be told.
+
+    *Local.*
+    """
+    return bool(get_opaque_trace_state() != _untransformed)
 
 
 def xla_metadata(key: str) -> str | None:

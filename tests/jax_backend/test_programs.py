@@ -401,24 +401,113 @@ def test_a_tracer_in_an_attribute_is_met_in_its_own_trace_only():
 
 @in_jax()
 def test_a_tracer_in_an_attribute_in_an_eager_gradient_does_not_spoil_later_calls():
-    """What was compiled with it is compiled anew, with a warning."""
+    """It is met in the gradient that put it there, each time; what eager calls keep never sees it."""
     from types import SimpleNamespace
 
     import jax
 
     dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
-    box = SimpleNamespace()
+    box = SimpleNamespace(weight=5.0)
     lifted = dm.shard_map(lambda x: dm.ops.all_reduce(x, "dp") * box.weight, dm.P("dp"), dm.P())
     x = np.arange(8, dtype=np.float32)
+    assert float(lifted(x)[0]) == 140
 
     def loss(weight, x):
         box.weight = weight
         return lifted(x).sum()
 
     assert float(jax.grad(loss)(2.0, x)) == 28
-    with pytest.warns(dm.errors.StateWarning, match="captured has another value"):
-        assert float(jax.grad(loss)(2.0, x + 1)) == 36
+    assert float(jax.grad(loss)(2.0, x + 1)) == 36
+    np.testing.assert_array_equal(jax.vmap(loss, (0, None))(np.arange(3, dtype=np.float32), x), [0, 28, 56])
+    assert float(jax.jacfwd(loss)(2.0, x)) == 28
+    assert float(jax.grad(lambda weight: jax.grad(loss)(weight, x) * weight)(2.0)) == 28
+    assert float(dm.value_and_grad(loss)(np.float32(2.0), x)[1]) == 28
     box.weight = 5.0
-    with pytest.warns(dm.errors.StateWarning, match="captured has another value"):
-        assert float(lifted(x)[0]) == 140
     assert float(lifted(x)[0]) == 140
+
+
+@in_jax()
+def test_an_eager_gradient_or_vmap_sees_what_is_true_when_it_is_taken():
+    """Globals, attributes, closure cells, contextvars, arrays filled anew: also after eager calls."""
+    from contextvars import ContextVar
+
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    variable, filled, factor = ContextVar("scale", default=1.0), np.ones(1, np.float32), 1.0
+
+    class Layer:
+        weight = 1.0
+
+        def __call__(self, x):
+            return x * self.weight * RATE["value"] * variable.get() * filled * factor
+
+    layer = Layer()
+    lifted = dm.shard_map(lambda x: layer(dm.ops.all_reduce(x, "dp")), dm.P("dp"), dm.P())
+    x = np.arange(8, dtype=np.float32)
+    transformations = {
+        "grad": lambda fn: jax.grad(lambda x: fn(x).sum())(x)[0],
+        "value_and_grad": lambda fn: dm.value_and_grad(lambda x: fn(x).sum())(x)[1][0],
+        "jvp": lambda fn: jax.jvp(fn, (x,), (np.ones_like(x) / 8,))[1][0],
+        "linearize": lambda fn: jax.linearize(fn, x)[1](np.ones_like(x) / 8)[0],
+        "vmap": lambda fn: jax.vmap(fn)(np.stack([x, x]))[1][0] / 28,
+    }
+
+    def found(fn, transform):
+        nonlocal factor
+        RATE["value"], layer.weight, filled[:], factor = 1.0, 1.0, 1.0, 1.0
+        fn(x)
+        results = [transform(fn)]
+        RATE["value"] = 2.0
+        results.append(transform(fn))
+        layer.weight = 3.0
+        results.append(transform(fn))
+        filled[:] = 5.0
+        results.append(transform(fn))
+        factor = 7.0
+        results.append(transform(fn))
+        token = variable.set(11.0)
+        results.append(transform(fn))
+        variable.reset(token)
+        return [float(result) for result in results]
+
+    expected = [1, 2, 6, 30, 210, 2310]
+    for name, transform in transformations.items():
+        assert found(lifted, transform) == expected, name
+    RATE["value"] = 1.0
+
+
+@in_jax()
+def test_an_eager_gradient_of_an_unchanged_function_compiles_nothing_anew():
+    """It is traced each time, and what it becomes is found among what was compiled, other values of weights too."""
+    import logging
+
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
+    weights = {"w": np.float32(1.0) * np.ones(8, np.float32)}
+    passed = jax.custom_vjp(lambda x: x * 1.0)
+    passed.defvjp(lambda x: (x, None), lambda _, gradient: (gradient,))
+
+    def body(x):
+        return dm.ops.all_reduce(jax.numpy.maximum(x * weights["w"][: len(x)], 0).sum(), "dp")
+
+    lifted = dm.shard_map(body, dm.P("dp"), dm.P())
+    by_rule = dm.shard_map(lambda x: passed(body(x)), dm.P("dp"), dm.P())
+    x = dm.distribute(np.arange(1, 9, dtype=np.float32), dm.P("dp"))
+
+    def gradient(weight):
+        weights["w"] = np.full(8, weight, np.float32)
+        return float(jax.grad(lambda x: lifted(x) * 1.0)(x)[0])
+
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    assert [gradient(1.0), gradient(2.0)] == [1.0, 2.0]
+    with jax.log_compiles():
+        logging.getLogger("jax").addHandler(handler)
+        assert [gradient(2.0), gradient(5.0)] == [2.0, 5.0]
+    logging.getLogger("jax").removeHandler(handler)
+    assert not [message for message in said if message.startswith("Compiling")]
+    for _ in range(2):  # a rule of one's own is right, and may be compiled anew
+        assert float(jax.grad(by_rule)(x)[0]) == 5.0
