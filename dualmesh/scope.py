@@ -132,8 +132,8 @@ def get_parallel_state() -> ParallelState:
 
     Raises:
         ScopeError: In strict mode: this is a thread that entered no scope, and two or more topologies are registered
-            (else one warning). With JAX loaded: the context is in another scope than its thread, since a `with` block
-            was held open across an await, or the context was copied to where it was not entered. In a backward, which
+            (else one warning). Once JAX runs: the context is in another scope than its thread, since a `with` block was
+            held open across an await, or the context was copied to where it was not entered. In a backward, which
             sees the scope of the forward: that scope is not known any more.
     """
     scope = read()

@@ -22,7 +22,7 @@ from dualmesh.registry import registry
 from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
 from dualmesh_jax.keys import ScopeKey, key_of
-from dualmesh_jax.private import runs_callback, xla_metadata
+from dualmesh_jax.private import is_transforming, may_have_started, runs_callback, xla_metadata
 
 KEY = "dualmesh_state"
 GONE = (
@@ -91,6 +91,8 @@ def _here() -> Scope | None:
         if _this_thread.is_foreign and core.read() is None and registry.has_several and runs_callback():
             raise ScopeError(CALLBACK)
         return None
+    if core.read() is not core.this_thread.scope and not (may_have_started() or is_transforming()):
+        return None  # a block held open across an await, which is allowed there, has left its mark in the thread
     state = _states.get(mark)
     if state is None:
         raise ScopeError(GONE.format(name=_names.get(mark, mark)), name=_names.get(mark, mark))

@@ -11,6 +11,7 @@ from dualmesh.scope import Scope
 from dualmesh.state import ParallelState
 from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.keys import key_of, user_context
+from dualmesh_jax.private import is_transforming, may_have_started
 from dualmesh_jax.regions import region_to_mark
 from dualmesh_jax.state import JaxState
 from dualmesh_jax.surroundings import ambient_mesh, note_traced
@@ -59,10 +60,14 @@ class JaxMirror:
         self._context.set_global(key_of(state))
 
     def allow_apart(self, scope: Scope | None) -> None:
-        """Refuse it: JAX would keep the answer for another state, and give it there ever after.
+        """Refuse it where JAX runs: it would keep the answer for another state, and give it there ever after.
+
+        Where JAX was imported only, nothing is traced that could keep it.
 
         Raises:
-            ScopeError: Always.
+            ScopeError: JAX has started, or traces.
         """
+        if not may_have_started() and not is_transforming():
+            return
         name = None if scope is None else scope.name
         raise ScopeError(APART.format(name="the default" if scope is None else repr(name)), name=name)

@@ -445,3 +445,51 @@ def test_jitted_code_that_was_given_a_state_refuses_once_it_is_cleared():
     assert "StaleStateError" not in answers(functions, X).values()
     dm.clear_parallel_state("talker")
     assert answers(functions, X) == dict.fromkeys(functions, "StaleStateError")
+
+
+HELD_OPEN = """
+import asyncio, os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+import dualmesh as dm
+from dualmesh.errors import ScopeError
+
+async def held():
+    with dm.use_parallel_state("b"):
+        await asyncio.sleep(0.02)
+        return dm.scope_name(), dm.get_parallel_state().size("tp")
+
+async def beside():
+    await asyncio.sleep(0.01)
+    return dm.scope_name(), dm.get_parallel_state().size("dp")
+
+async def both():
+    return await asyncio.gather(held(), beside())
+
+with dm.session(backend="sim", world_size=4):
+    dm.init_parallel_states({"a": dm.TopologySpec({"dp": 4}), "b": dm.TopologySpec({"tp": 4})}, default="a")
+
+    @dm.use_parallel_state("b")
+    async def scoped():
+        return dm.scope_name()
+
+    assert asyncio.run(dm.scoped(scoped, "b")()) == "b"
+    for _ in range(2):
+        assert asyncio.run(both()) == [("b", 4), ("a", 4)]
+    jax.devices()
+    try:
+        asyncio.run(both())
+    except ScopeError as error:
+        assert "held open across an await" in str(error)
+    else:
+        raise SystemExit("not refused once JAX has started")
+"""
+
+
+def test_blocks_held_open_across_an_await_are_refused_only_once_jax_has_started():
+    """Where JAX was imported only, both tasks see their own state; once it runs, it would keep the answer."""
+    import subprocess
+    import sys
+
+    ended = subprocess.run([sys.executable, "-c", HELD_OPEN], capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
