@@ -11,7 +11,7 @@ from dualmesh import host
 from dualmesh.ambient import meant
 from dualmesh.arguments import flag_of, items_of
 from dualmesh.covers import covering_slices
-from dualmesh.errors import ArgumentError, DualmeshError, RankError, ShardingError, listed
+from dualmesh.errors import ArgumentError, ArrayTypeError, DualmeshError, RankError, ShardingError, listed
 from dualmesh.lazy import np
 from dualmesh.padding import clipped, padded_shape, trimmed
 from dualmesh.partition_spec import P, dim_layouts
@@ -168,7 +168,11 @@ def _from_one(owner: ParallelState, array: Any, spec: P, src: Any, pad: bool) ->
 
 def _check_equal(owner: ParallelState, array: Any) -> None:
     """Compare hashes of the copies of a host array."""
-    value = owner.arrays.to_numpy(array if hasattr(array, "dtype") else np.asarray(array))
+    try:
+        value = owner.arrays.to_numpy(array if hasattr(array, "dtype") else np.asarray(array))
+    except ArrayTypeError as error:
+        refusal = str(error).removeprefix("to_numpy: ")
+        raise ArrayTypeError(f"distribute with check=True: {refusal}", found=type(array)) from error
     mine = (tuple(value.shape), str(value.dtype), _digest(value, ...))
     said = host.all_gather(dict.fromkeys(owner.local_ranks, mine), state=owner)
     copies = sorted((rank, one) for held in said for rank, one in held.items())

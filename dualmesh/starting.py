@@ -3,7 +3,9 @@
 The life of a world, and adopting one that runs, is in `session`; launcher variables are read in `environment`.
 """
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -129,10 +131,15 @@ def session(
         device_order=device_order,
         axis_types=axis_types,
     )
+    # A block that is open when the interpreter ends is left while modules are torn down: too late to close anything.
+    atexit.register(opened.close)
+    is_too_late = sys.is_finalizing
     try:
         yield opened
     finally:
-        opened.close()
+        if not is_too_late():
+            atexit.unregister(opened.close)
+            opened.close()
 
 
 def _together(drivers: Sequence[Backend], given: dict[str, Any], device_order: Any, axis_types: str | None) -> Session:

@@ -66,7 +66,16 @@ def _pad(where: str, x: Any, dim: int, axis: Axis, value: float | None, state: P
     if missing == 0:
         return x
     xp = array_api_compat.array_namespace(x)
-    if value is None and not xp.isdtype(x.dtype, ("real floating", "complex floating")):
+    try:
+        has_zero = xp.isdtype(x.dtype, ("real floating", "complex floating"))
+    except TypeError as error:  # the answer for JAX's typed random keys
+        raise ArrayTypeError(
+            f"{where}: found dtype {x.dtype}, shape {tuple(x.shape)}, which has no numbers to pad with. Give an array "
+            f"of numbers; of random keys, pad jax.random.key_data(keys) with value=..., or make as many as are needed.",
+            dim=dim,
+            shape=tuple(x.shape),
+        ) from error
+    if value is None and not has_zero:
         raise ArrayTypeError(
             f"{where}: dim {dim} of shape {tuple(x.shape)} needs {missing} more of dtype {x.dtype}, and 0 may mean "
             f"something there: a class, a token, a position. Give value=..., for example -100 for labels and False for "
@@ -191,7 +200,7 @@ def token_weighted_mean(mean: Any, count: Any, axis: Axis = "sp", *, state: Para
     own = count if hasattr(count, "dtype") else xp.asarray(count, device=array_api_compat.device(mean))
     own = owner.collectives.stop_gradient(own)
     total = ops.all_reduce(own, axis, state=state)
-    shares = xp.result_type(mean.dtype, xp.float32)
+    shares = xp.float32 if mean.dtype.itemsize < 4 else mean.dtype
     share = xp.astype(own, shares) / xp.astype(xp.where(total > 0, total, xp.ones_like(total)), shares)
     part = xp.where(own > 0, mean, xp.zeros_like(mean)) * xp.astype(share, mean.dtype)
     return ops.leave(part, axis, state=state)

@@ -161,3 +161,18 @@ def test_what_came_by_dlpack_from_memory_of_another_is_copied():
     result = doubled(buffer)
     buffer[...] = -1
     np.testing.assert_array_equal(dm.to_numpy(result), 2 * whole)
+
+
+@in_jax()
+def test_random_keys_are_refused_by_name_where_numbers_are_padded_or_compared():
+    import jax
+
+    from dualmesh.errors import ArrayTypeError
+
+    dm.init_parallel_state(dp_size=8)
+    keys = jax.random.split(jax.random.key(0), 3)
+    for value in (None, 0):
+        with pytest.raises(ArrayTypeError, match=r"pad_sequence: found dtype key<fry>, shape \(3,\).*key_data"):
+            dm.sequence.pad_sequence(keys, 0, "dp", value=value)
+    with pytest.raises(ArrayTypeError, match=r"^distribute with check=True: found random keys.*key_data"):
+        dm.distribute(keys, dm.P(), check=True)
