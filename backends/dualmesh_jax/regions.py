@@ -55,9 +55,10 @@ _this_thread = _Thread()
 def region_to_mark(state: ParallelState) -> AbstractContextManager[Any] | None:
     """Return what marks all that is traced in it as the state's, None where no mark already means the state. *Local.*
 
-    The process-wide default needs none: rules that belong to nothing marked run in what is ambient.
+    The process-wide default needs none while there is one topology: nothing else can be ambient later.
     """
-    if state is core.default_state() and (not _given or xla_metadata(KEY) is None):
+    is_unmarked = not _given or xla_metadata(KEY) is None
+    if state is core.default_state() and is_unmarked and not registry.has_several:
         return None
     return region_of(state)
 

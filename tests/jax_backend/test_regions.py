@@ -256,3 +256,22 @@ def test_a_callback_runs_in_the_state_that_it_was_bound_in_or_is_refused():
 
     assert called(dm.bind) == ({"talker"}, 8)
     assert called(lambda fn: fn) == ({"get_parallel_state: this is a JAX callback"}, 8)
+
+
+@in_jax()
+def test_a_rule_of_a_forward_in_a_scope_of_the_default_runs_in_the_default():
+    """Its pullback is called in another scope, which is not the forward's."""
+    import jax
+
+    dm.init_parallel_states({"a": dm.TopologySpec({"dp": 8}), "b": dm.TopologySpec({"dp": 2, "tp": 4})}, default="a")
+
+    @jax.custom_vjp
+    def scale(x):
+        return x * dm.get_parallel_state().size("dp")
+
+    scale.defvjp(lambda x: (scale(x), None), lambda _, gradient: (gradient * dm.get_parallel_state().size("dp"),))
+    with dm.use_parallel_state("a"):
+        _, pull = jax.vjp(scale, np.float32(1.0))
+        _, pull_jitted = jax.vjp(jax.jit(scale), np.float32(1.0))
+    with dm.use_parallel_state("b"):
+        assert [float(pull(np.float32(1.0))[0]), float(pull_jitted(np.float32(1.0))[0])] == [8.0, 8.0]
