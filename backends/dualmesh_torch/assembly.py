@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, Placement
 
+from dualmesh_torch import private
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,12 +25,4 @@ def assembled(
 ) -> DTensor:
     """Return the DTensor of a global shape whose block on this rank is `block`; communicates nothing. *Local.*"""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        block,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-        grad_placements=grad_placements,
-    )
+    return private.from_local(block, mesh, placements, torch.Size(shape), stride, grad_placements)

@@ -14,14 +14,11 @@ from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
 from dualmesh_torch.dtypes import carried, summable, summable_copy, uncarried, unsummable, wire
 from dualmesh_torch.party import Party
+from dualmesh_torch.private import gather, scatter
 from dualmesh_torch.ragged import Counts
 
 Tensor = torch.Tensor
 Pairs = tuple[tuple[int, int], ...]
-
-# Newer versions call them so and warn about the names that 2.11 has.
-gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _SUM = dist.ReduceOp.SUM
 OPS = {"sum": _SUM, "mean": _SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

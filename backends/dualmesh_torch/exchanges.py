@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dualmesh.agreement import Matter, find_left, roll_call
 from dualmesh.debugging import call_site, switch
@@ -23,7 +22,6 @@ _MOST_NAMED = 256
 _LATE = ", which timed out"
 _UNEQUAL = ("ops.ragged_all_to_all", "reshard")
 """Exchanges in which ranks may come with different shapes."""
-_SIGNS = ("gloo", "nccl", "timed out", "timeout", "connection", "broken pipe", "socket")
 _CURE = (
     "Call the same collectives on every rank, in the same order, on equal shapes and dtypes; a rank that leaves out a "
     "branch, or recomputes in another order, does not."
@@ -73,12 +71,10 @@ def refuse_failure(verb: str, party: Party | Everyone, error: BaseException) -> 
         GroupTimeoutError: The others did not come in time.
         LostPeerError: One of them died or left.
     """
-    text = str(error).lower()
-    is_lost = isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS)
-    if isinstance(error, DualmeshError) or not is_lost:
+    if isinstance(error, DualmeshError) or not private.is_lost_exchange(error):
         return
     ranks, me = party.ranks, party.pool.rank
-    late = "" if "timed out" not in text and "timeout" not in text else _LATE
+    late = _LATE if private.is_timeout(error) else ""
     words = _roll_call(party, ranks, f"{verb} at {call_site('torch')}{late}")
     # Who gives up closes its connections, so others are told of that first.
     kind = GroupTimeoutError if late or any(_LATE in said for said in (words or {}).values()) else LostPeerError

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from dualmesh.errors import AgreementError, ArrayTypeError, ShardingError, listed
 from dualmesh.federated_averaging import AveragingPlan, Step
 from dualmesh.tree import leaves, mapped
-from dualmesh_torch.eager import gather
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
+from dualmesh_torch.private import gather
 
 Tensor = torch.Tensor
 PartyOf = Callable[[str], Party]

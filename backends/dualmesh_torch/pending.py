@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dualmesh.pending import Pending
-from dualmesh_torch import eager, exchanges
+from dualmesh_torch import eager, exchanges, private
 from dualmesh_torch.blocks import fronted, joined
 from dualmesh_torch.dtypes import carried, summable, summable_copy, uncarried, unsummable
 from dualmesh_torch.exchanges import exchange
@@ -66,7 +66,7 @@ def all_gather(x: Tensor, party: Party, *, dim: int) -> Started:
     """Start to concatenate along a dim."""
     sent = carried(x.contiguous())
     blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
-    work = eager.gather(blocks, sent, group=party.group, async_op=True)
+    work = private.gather(blocks, sent, group=party.group, async_op=True)
 
     def made() -> Tensor:
         found = uncarried(blocks, x.dtype)
@@ -79,7 +79,7 @@ def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Started:
     """Start to reduce and scatter."""
     blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
     total = blocks.new_empty(blocks.shape[1:])
-    work = eager.scatter(total.view(-1), blocks.view(-1), dist.ReduceOp.SUM, group=party.group, async_op=True)
+    work = private.scatter(total.view(-1), blocks.view(-1), dist.ReduceOp.SUM, group=party.group, async_op=True)
     return work, (blocks, total), lambda: unsummable(total.div_(party.size) if op == "mean" else total, x.dtype)
 
 

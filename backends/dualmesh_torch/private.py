@@ -1,11 +1,13 @@
-"""Every private name of torch that this backend uses, each guarded, with its reason and what happens without it.
+"""All that depends on the version of torch: private names, names that came or went, texts of its errors.
 
-Nothing else in the backend touches a name that starts with an underscore.
+Each is guarded, with its reason, the versions that it was seen in, and what happens without it. Nothing else in the
+backend touches a name that starts with an underscore, or asks which torch this is.
 """
 
 import functools
 import inspect
 import logging
+import math
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.nn.parallel import DistributedDataParallel
 
 from dualmesh.errors import BackendError
@@ -200,21 +202,73 @@ def default_timeout(backend: str) -> timedelta:
     return found
 
 
+_set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
+
+
 def has_timeouts() -> bool:
     """Tell whether the timeout of a group can be changed."""
-    return hasattr(c10d, "_set_pg_timeout")
+    return _set_timeout is not None
 
 
 def set_timeout(group: Group, timeout: timedelta) -> None:
-    """Set how long collectives of a group wait from here on. *Local.* Reason: there is no public setter.
+    """Set how long collectives of a group wait from here on. *Local.*
+
+    Reason: the setter is public from 2.14 on, which warns of the private name that 2.11 to 2.13 have.
 
     Raises:
         BackendError: This version of torch has none at all.
     """
-    if not has_timeouts():
+    if _set_timeout is None:
         raise BackendError("set_timeout: this version of torch cannot. Give group_options={'timeout_s': ...} at init.")
-    set_it: Any = c10d._set_pg_timeout  # noqa: SLF001
-    set_it(timeout, group)
+    _set_timeout(timeout, group)
+
+
+# Public names that changed: 2.13 warns about those that 2.11 has.
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gather equal blocks of all members into one tensor."""
+scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Reduce a tensor over all members and keep one block."""
+
+_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+
+
+class _Parts(torch.autograd.Function):
+    """The same tensor, whose gradient is one of `count` equal parts of what arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        (gradient,) = gradients
+        return None if gradient is None else gradient / ctx.count, None
+
+
+def from_local(
+    block: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    grad_placements: Sequence[Placement] | None,
+) -> DTensor:
+    """Return a DTensor made of this rank's block, whose gradient arrives laid out as asked. *Local.*
+
+    Reason: `DTensor.from_local` takes `grad_placements` from 2.13 on. Without it a gradient arrives laid out like the
+    array; where partial sums are asked for, each rank takes an equal part of it, as torch makes them too.
+    """
+    laid_out: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
+    if _takes_grad_placements:
+        laid_out["grad_placements"] = grad_placements
+    elif grad_placements is not None:
+        pairs = zip(placements, grad_placements, strict=True)
+        split = [mesh.size(dim) for dim, (has, wants) in enumerate(pairs) if has != wants]
+        if math.prod(split) > 1:
+            found: Any = _Parts.apply(block, math.prod(split))  # type: ignore[no-untyped-call]
+            block = found
+    return DTensor.from_local(block, mesh, placements, **laid_out)
 
 
 def forget_plans() -> None:
@@ -618,3 +672,25 @@ def is_composable_ddp(module: nn.Module) -> bool:
     """Tell whether torch's composable `replicate` wraps a module. Reason: it shows by a private class only."""
     found = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
     return found is not None and isinstance(module, found)
+
+
+# -- texts of torch's errors -------------------------------------------------------------------------------------------
+# What went wrong in an exchange shows by the text only, and that comes from gloo, NCCL and the store. Seen in 2.11 to
+# 2.14. Other texts are torch's own error, as it is.
+_LATE = ("timed out", "timeout")
+_LOST = ("gloo", "nccl", *_LATE, "connection", "broken pipe", "socket")
+
+
+def is_lost_exchange(error: BaseException) -> bool:
+    """Tell whether ranks could not exchange something, rather than one of them being given something wrong."""
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Tell whether an exchange failed because others did not come in time."""
+    return any(sign in str(error).lower() for sign in _LATE)
+
+
+def mixes_dtensors(error: BaseException) -> bool:
+    """Tell whether an operation was given a DTensor beside a plain tensor. Seen in 2.11 to 2.14."""
+    return "mixed torch.Tensor and DTensor" in str(error)

@@ -19,7 +19,7 @@ from dualmesh.roles import expanded
 from dualmesh.topology import Axis
 from dualmesh.tree import leaves, mapped, spec_tree
 from dualmesh.verbs import Programs
-from dualmesh_torch import borrowed, boundary, gradients, norms, reductions, scope
+from dualmesh_torch import borrowed, boundary, gradients, norms, private, reductions, scope
 from dualmesh_torch.arrays import TorchArrays, tensor_of
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.captures import refuse_captured
@@ -196,7 +196,7 @@ def _called(fn: Callable[..., Any], blocks: Sequence[Any]) -> Any:
     try:
         return fn(*blocks)
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
+        if private.mixes_dtensors(error):
             raise ArrayTypeError(MIXED) from error
         raise
     finally:
