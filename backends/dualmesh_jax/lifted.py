@@ -80,8 +80,19 @@ class Lifted:
     def _compile(self, contents: Contents) -> None:
         """Forget what was compiled; the contents of captured variables are baked into what is compiled next."""
         self._captured = contents
-        # A function of its own each time: JAX's caches know functions by identity.
-        self._compiled = jax.jit(lambda *args: self._traced(*args))
+        self._compiled = jax.jit(self._program())
+
+    def _program(self) -> Callable[..., Any]:
+        """Return a function of its own each time, for JAX's caches know functions by identity.
+
+        Jaxprs and profiles show it by the name of what was lifted.
+        """
+
+        def program(*args: Any) -> Any:
+            return self._traced(*args)
+
+        program.__name__ = getattr(self._fn, "__name__", program.__name__)
+        return program
 
     def _look_at_captured(self) -> None:
         contents = captured(self._fn)
@@ -114,7 +125,7 @@ class Lifted:
                     # A function of its own each time, for JAX keeps what it traced: a trace sees what globals and
                     # attributes are now, and is never met by what another captured. inline: nothing but the shard_map
                     # itself appears; jit around it: nothing is computed that a gradient does not need.
-                    results = jax.jit(lambda *args: self._traced(*args), inline=True)(*args)
+                    results = jax.jit(self._program(), inline=True)(*args)
                 else:
                     results = run_together(self._state, self._words, self._program(args, transforming), args)
             except ValueError as error:

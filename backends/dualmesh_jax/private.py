@@ -1,4 +1,7 @@
-"""JAX names that are not public; each is guarded and says what happens where it is missing."""
+"""All that depends on the version of JAX: names that are not public, names that came or went, texts of its errors.
+
+Each is guarded and says what happens where it is missing. Nothing else in the backend asks which JAX this is.
+"""
 
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
@@ -128,3 +131,31 @@ def runs_callback() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+# -- texts of JAX's errors ---------------------------------------------------------------------------------------------
+# JAX has one class for all that its runtime reports; which of them it is, only the text says. Seen in jax 0.10.2 to
+# 0.12. Other texts are JAX's own error, as it is.
+_CARRIERS = ("gloo", "nccl")
+_LOST = (*_CARRIERS, "deadline_exceeded", "unavailable", "connection", "coordination")
+
+
+def has_status(error: BaseException, status: str) -> bool:
+    """Tell whether JAX's runtime reports a status: "NOT_FOUND", "ALREADY_EXISTS", "DEADLINE_EXCEEDED"."""
+    return str(error).startswith(status)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Tell whether an exchange failed because others did not come in time."""
+    return "deadline_exceeded" in str(error).lower()
+
+
+def is_lost_exchange(error: BaseException) -> bool:
+    """Tell whether processes could not exchange something, rather than a program being wrong."""
+    signs = _LOST if isinstance(error, jax.errors.JaxRuntimeError) else _CARRIERS
+    return any(sign in str(error).lower() for sign in signs)
+
+
+def misses_mesh(said: str) -> bool:
+    """Tell whether an error says that JAX needs a mesh here and has none."""
+    return "mesh" in said and "empty" in said

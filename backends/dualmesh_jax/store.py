@@ -61,7 +61,7 @@ class JaxStore:
         try:
             return str(self._client.key_value_try_get(self._prefix + key))
         except jax.errors.JaxRuntimeError as error:
-            if _is(error, "NOT_FOUND"):
+            if private.has_status(error, "NOT_FOUND"):
                 return None
             raise
 
@@ -69,7 +69,7 @@ class JaxStore:
         try:
             self._client.key_value_set(self._prefix + key, value)
         except jax.errors.JaxRuntimeError as error:
-            if not _is(error, "ALREADY_EXISTS"):
+            if not private.has_status(error, "ALREADY_EXISTS"):
                 raise
         return self.find(key) or value
 
@@ -77,7 +77,7 @@ class JaxStore:
         try:
             self._client.blocking_key_value_get(self._prefix + key, _milliseconds(timeout_s))
         except jax.errors.JaxRuntimeError as error:
-            if not _is(error, "DEADLINE_EXCEEDED"):
+            if not private.has_status(error, "DEADLINE_EXCEEDED"):
                 raise
             return self.find(key) is not None
         return True
@@ -148,10 +148,6 @@ def _name(processes: Sequence[int]) -> str:
 def describe_processes(numbers: Sequence[int]) -> str:
     """Return processes as messages show them. *Pure.*"""
     return f"{'process' if len(numbers) == 1 else 'processes'} {listed(numbers)}"
-
-
-def _is(error: BaseException, status: str) -> bool:
-    return str(error).startswith(status)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -22,7 +22,7 @@ from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.registry import registry
 from dualmesh.state import ParallelState
 from dualmesh_jax.meshes import SharedMesh
-from dualmesh_jax.private import mesh_outside_tracing
+from dualmesh_jax.private import mesh_outside_tracing, misses_mesh
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -125,7 +125,7 @@ class Unmeshed:
         said = error.args[0] if error is not None and error.args else None
         if error is None or error is self._handled or not isinstance(said, str):
             return
-        if "mesh" not in said or "empty" not in said or "knows one mesh per jit" in said:
+        if not misses_mesh(said) or "knows one mesh per jit" in said:
             return
         found = {
             "label": self._state.label,

@@ -24,6 +24,7 @@ from dualmesh import environment
 from dualmesh.agreement import Matter, agree, roll_call
 from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
+from dualmesh_jax import private
 from dualmesh_jax.agreement import NOUNS
 from dualmesh_jax.private import is_ready, primal_of
 from dualmesh_jax.store import JaxStore
@@ -38,8 +39,6 @@ CHECK_S = 0.3
 """How often a process that waits looks whether another has failed: the roll call then finds both."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 20e-6, 2e-3
 """How long `wait_for` sleeps between two looks: a short program is not made long, a long one is not disturbed."""
-_CARRIERS = ("gloo", "nccl")
-_SIGNS = (*_CARRIERS, "deadline_exceeded", "unavailable", "connection", "coordination")
 _CURE = "Call the same programs in every process, in the same order, on arrays of equal shapes and dtypes."
 ENDED = (
     "dualmesh: {where} has waited for {limit:g} s, and {missing} not in it:{words}\nJAX cannot give up such a wait, so "
@@ -150,10 +149,8 @@ def _refuse_failure(
     store: JaxStore, state: "JaxState", what: str, error: Exception, failures: str | None = None
 ) -> None:
     """Say in dualmesh's words that processes could not exchange something; return where that was not the reason."""
-    text, processes = str(error).lower(), state.processes
-    signs = _SIGNS if isinstance(error, jax.errors.JaxRuntimeError) else _CARRIERS
-    is_told = isinstance(error, _FailedElsewhereError)
-    if isinstance(error, DualmeshError) or not (is_told or any(sign in text for sign in signs)):
+    processes, is_told = state.processes, isinstance(error, _FailedElsewhereError)
+    if isinstance(error, DualmeshError) or not (is_told or private.is_lost_exchange(error)):
         return
     words: dict[int, str] = {}
     try:
@@ -164,7 +161,7 @@ def _refuse_failure(
         words = {}
     silent = [process for process in processes if process not in words]
     told = f" No word from {NOUNS[len(silent) != 1]} {listed(silent)}." if words and silent else ""
-    kind = GroupTimeoutError if "deadline_exceeded" in text else LostPeerError
+    kind = GroupTimeoutError if private.is_timeout(error) else LostPeerError
     raise kind(
         f"{what}: {state.common_label}: processes {listed(processes)} (ranks {listed(state.members)}) could not run it "
         f"together; in process {store.process}: {str(error).splitlines()[0]}.{told} A process died, left, or did not "
