@@ -52,6 +52,8 @@ def load(name: str) -> Backend:
             raise _unknown(name)
         try:
             factory = point.load()
+        except BackendImportError:  # it says itself what is wrong, and what to do
+            raise
         except (ImportError, AttributeError) as error:
             raise _unimportable(name, point, error) from (None if _is_absent(name, error) else error)
         if not (isinstance(factory, type) and issubclass(factory, Backend)):

@@ -3,25 +3,22 @@
 The ambient state itself is kept by `dualmesh.scope`; `scope` here keeps the two in step.
 """
 
+# mypy: allow-untyped-calls
+# jax leaves some of its public functions unannotated.
+
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
 
-from dualmesh.errors import BackendImportError
 from dualmesh.registry import Naming
 from dualmesh.state import ParallelState
 from dualmesh.state_plan import StatePlan
 
-NO_USER_CONTEXT = (
-    "Backend 'jax': jax {version} has no jax.make_user_context, without which jitted functions keep the answers of the "
-    "scope that they were first traced in. Install jax 0.10 or newer."
-)
-_make_user_context: Any = getattr(jax, "make_user_context", None)
 # Made at import: adding a user context while other JAX code runs is not safe.
-_context: Any = None if _make_user_context is None else _make_user_context(default_value=None)
+_context: Any = jax.make_user_context(default_value=None)
 # What names that traced code looked up mean now; one value for all threads, so that scopes cost no more for it.
-_naming: Any = None if _make_user_context is None else _make_user_context(default_value=frozenset())
+_naming: Any = jax.make_user_context(default_value=frozenset())
 
 
 class ScopeKey:
@@ -71,17 +68,10 @@ def key_of(state: ParallelState | None) -> ScopeKey | None:
 
 
 def user_context() -> Any:
-    """Return the user context that holds the ambient state's key. *Local.*
-
-    Raises:
-        BackendImportError: This JAX has none.
-    """
-    if _context is None:
-        raise BackendImportError(NO_USER_CONTEXT.format(version=jax.__version__), version=jax.__version__)
+    """Return the user context that holds the ambient state's key. *Local.*"""
     return _context
 
 
 def key_by_names(naming: Naming) -> None:
     """Let every jit cache depend on what names mean that traced code looked up. *Local.*"""
-    if _naming is not None:
-        _naming.set_global(naming)
+    _naming.set_global(naming)

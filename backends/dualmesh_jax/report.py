@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
+from dualmesh.versions import newer
 from dualmesh_jax import private
 from dualmesh_jax.devices import FLAG
+from dualmesh_jax.supported import NEWEST
 
 
 def report() -> dict[str, Any]:
@@ -35,5 +37,5 @@ def report() -> dict[str, Any]:
         "communicates": ["gloo"] if platform == "cpu" else ["nccl"] if platform == "gpu" else [platform],
         "started_early": started_early,
         "problem": None,
-        "note": None,
+        "notes": newer("jax", jax.__version__, NEWEST),
     }

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dualmesh.versions import newer
+from dualmesh_torch.supported import NEWEST
+
 
 def report() -> dict[str, Any]:
     """Return versions, devices and what can communicate. *Local.*
@@ -20,9 +23,10 @@ def report() -> dict[str, Any]:
     if not dist.is_available():
         problem = "this build of torch has no torch.distributed. Install one that has: https://pytorch.org"
     kinds = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
-    note = None
+    notes = newer("torch", torch.__version__, NEWEST)
     if torch.version.cuda and not has_cuda:
-        note = f"built for CUDA {torch.version.cuda}, but no device is visible"
+        found = f"torch: built for CUDA {torch.version.cuda}, but no device is visible"
+        notes.append(f"{found}. Look at the driver and CUDA_VISIBLE_DEVICES")
     return {
         "version": torch.__version__,
         "platform": "cuda" if has_cuda else "cpu",
@@ -32,5 +36,5 @@ def report() -> dict[str, Any]:
         "communicates": [name for name, is_there in kinds.items() if is_there()],
         "started_early": dist.is_available() and dist.is_initialized(),
         "problem": problem,
-        "note": note,
+        "notes": notes,
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
 
-from dualmesh import discovery, environment
+from dualmesh import discovery, environment, versions
 from dualmesh.configuration import Configuration
 from dualmesh.configuration.named_states import settings_in
 from dualmesh.errors import DualmeshError, did_you_mean, listed
@@ -21,6 +21,8 @@ Status = Literal["ok", "note", "problem"]
 
 DEFAULT_PORT = 29500
 """Where torchrun meets when no port is given."""
+REQUIRED = ("numpy", "array-api-compat")
+"""What dualmesh stands on whatever the backend."""
 _REQUIREMENT = re.compile(r"(?P<package>[\w.-]+)\s*>=\s*(?P<least>[\d.]+)")
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
@@ -70,21 +72,18 @@ def packages() -> Iterator[Finding]:
             f"no framework is installed: neither of {listed(frameworks())}",
             f"pip install one of {choices}; backend='sim' works without",
         )
+    there |= {name: version for name in REQUIRED if (version := installed(name)) is not None}
     for name, version in there.items():
         wanted = least.get(name)
-        if wanted is not None and _numbers(version) < _numbers(wanted):
-            cure = f"pip install --upgrade '{name}>={wanted}'"
-            yield Finding(name, "problem", f"{name} {version} is too old: dualmesh needs {wanted} or newer", cure)
+        if wanted is not None and versions.is_older(version, wanted):
+            found = versions.TOO_OLD.format(name=name, found=version, least=wanted)
+            yield Finding(name, "problem", found, versions.CURE.format(name=name, least=wanted))
 
 
 def least_versions() -> dict[str, str]:
     """Return the oldest version of each package that dualmesh and its extras ask for. *Local.*"""
     matches = (_REQUIREMENT.match(line) for line in metadata.requires(discovery.OWN) or ())
     return {match["package"]: match["least"] for match in matches if match is not None}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def variables(env: Mapping[str, str]) -> Iterator[Finding]:
@@ -102,7 +101,7 @@ def variables(env: Mapping[str, str]) -> Iterator[Finding]:
         except DualmeshError as error:
             if str(error) not in said:
                 said.append(str(error))
-                yield Finding(f"environment: {name}", "problem", *_halves(str(error)))
+                yield Finding(f"environment: {name}", "problem", *halves(str(error)))
     backend = env.get(discovery.VARIABLE)
     names = discovery.available()
     if backend and backend not in names:
@@ -144,7 +143,7 @@ def _is_here(host: str) -> bool:
     return host in _LOCAL or host in (socket.gethostname(), socket.getfqdn(), os.uname().nodename)
 
 
-def _halves(message: str) -> tuple[str, str]:
-    """Split an error into what was found and what to do, which dualmesh says last."""
+def halves(message: str) -> tuple[str, str]:
+    """Split an error into what was found and what to do, which dualmesh says last. *Pure.*"""
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", message)
     return " ".join(sentences[:-1]) or message, sentences[-1] if sentences[1:] else ""

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dualmesh.addresses import free_port
-from dualmesh.cli.diagnosis import Finding
+from dualmesh.cli.diagnosis import Finding, halves
 from dualmesh.cli.probe import MARK, SMOKE_RANKS
 from dualmesh.environment import TORCHRUN
-from dualmesh.errors import counted, listed
+from dualmesh.errors import BackendImportError, counted, listed
 
 EARLY = "importing {modules} starts {name}, which then cannot join other processes and cannot be given more devices"
 EARLY_CURE = (
@@ -46,6 +46,8 @@ def _asked(
 ) -> list[Finding]:
     (report,) = _answers([["report", name, *modules]], [dict(os.environ)], timeout_s)
     if "error" in report:
+        if report["error"].startswith(BackendImportError.__name__):
+            return [Finding(name, "problem", *halves(report["error"]))]
         return [Finding(name, "problem", report["error"], f"Mend `python -c 'import {', '.join([*modules, name])}'`")]
     found = list(_findings(name, report, modules, ranks_here))
     if with_smoke and not report["started_early"]:
@@ -61,8 +63,8 @@ def _findings(
     yield Finding(name, "ok", f"{name} {report['version']}: {devices}, communicates by {talks}")
     if report["problem"]:
         yield Finding(name, "problem", *report["problem"].split(". ", 1))
-    if report["note"]:
-        yield Finding(name, "note", f"{name}: {report['note']}", "Look at the driver and CUDA_VISIBLE_DEVICES")
+    for note in report["notes"]:
+        yield Finding(name, "note", *note.split(". ", 1))
     if report["started_early"]:
         what = listed(modules) if modules else "what Python loads at its start (sitecustomize, .pth files)"
         yield Finding(f"{name} start", "problem", EARLY.format(modules=what, name=name), EARLY_CURE)
