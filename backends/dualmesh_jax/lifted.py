@@ -80,9 +80,9 @@ class Lifted:
     def _compile(self, contents: Contents) -> None:
         """Forget what was compiled; the contents of captured variables are baked into what is compiled next."""
         self._captured = contents
-        self._compiled = jax.jit(self._program())
+        self._compiled = jax.jit(self._fresh_program())
 
-    def _program(self) -> Callable[..., Any]:
+    def _fresh_program(self) -> Callable[..., Any]:
         """Return a function of its own each time, for JAX's caches know functions by identity.
 
         Jaxprs and profiles show it by the name of what was lifted.
@@ -125,7 +125,7 @@ class Lifted:
                     # A function of its own each time, for JAX keeps what it traced: a trace sees what globals and
                     # attributes are now, and is never met by what another captured. inline: nothing but the shard_map
                     # itself appears; jit around it: nothing is computed that a gradient does not need.
-                    results = jax.jit(self._program(), inline=True)(*args)
+                    results = jax.jit(self._fresh_program(), inline=True)(*args)
                 else:
                     results = run_together(self._state, self._words, self._program(args, transforming), args)
             except ValueError as error:
