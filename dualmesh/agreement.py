@@ -19,6 +19,8 @@ _POLL_S = 0.02
 _WAITS_S = (0.25, 0.5, 1.0)
 """How long to wait before looking whether somebody left: longer each time, the last from then on."""
 _LEFT = "dualmesh/left"
+ANSWERS_S = 3.0
+"""How long ranks that do not agree wait for what the others said."""
 ROUND_KEYS = ("sum", "ended", "verdict")
 """What a round leaves in the store."""
 
@@ -219,7 +221,7 @@ def _answers(store: Store, matter: Matter, round_: str, timeout_s: float) -> tup
     store.set(f"{round_}/said/{matter.rank}", matter.said + matter.beside)
     told = store.add(f"{round_}/told", 1)
     came = store.add(f"{round_}/sum", 0) & ((1 << _COUNT_BITS) - 1)
-    deadline = time.monotonic() + min(5.0, timeout_s)
+    deadline = time.monotonic() + min(ANSWERS_S, timeout_s)
     while told < came and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         told = store.add(f"{round_}/told", 0)

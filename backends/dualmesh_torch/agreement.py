@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualmesh import environment
-from dualmesh.agreement import ROUND_KEYS, Matter, agree, member_set
+from dualmesh.agreement import ANSWERS_S, ROUND_KEYS, Matter, agree, member_set
 from dualmesh.errors import AgreementError, DualmeshError
 from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh_torch import private
+from dualmesh_torch.bounded import PATIENCE_S, within
 
 _SHORTEST_POLL_S = 0.0005
 _POLL_S_PER_RANK = 1e-4
@@ -85,8 +86,10 @@ def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, sa
 
 def agreed(store: TorchStore, matter: Matter, timeout_s: float | None = None) -> int:
     """Return the number of the round, once all ranks of a matter said the same. *Collective over them*."""
+    limit = environment.timeout_s() if timeout_s is None else timeout_s
     try:
-        return agree(store, matter, environment.timeout_s() if timeout_s is None else timeout_s)
+        # After its own time is over an agreement still asks what the others said.
+        return within(limit + min(ANSWERS_S, limit) + PATIENCE_S, lambda: agree(store, matter, limit))
     except DualmeshError:
         raise
     except RuntimeError as error:

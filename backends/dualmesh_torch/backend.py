@@ -24,6 +24,7 @@ from dualmesh.state_plan import StatePlan, World
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.border import TorchBorder
+from dualmesh_torch.bounded import within
 from dualmesh_torch.fabric import TorchFabric
 from dualmesh_torch.groups import GroupPool
 from dualmesh_torch.regions import carry_to_workers, follow_backward, forget_scopes
@@ -95,7 +96,8 @@ class TorchBackend(Backend):
         if world.is_live():
             if self.pool is not None and self.pool.is_real:
                 self.pool.finish(environment.timeout_s())
-                say_goodbye(private.default_store(), self.pool.session, self.pool.rank, self.pool.size)
+                if not self.pool.is_store_silent:
+                    say_goodbye(private.default_store(), self.pool.session, self.pool.rank, self.pool.size)
             dist.destroy_process_group()
         forget_scopes()
         private.forget_plans()  # also of meshes that no state held: their groups are gone
@@ -190,7 +192,7 @@ def _announced(rank: int, slot: str) -> str:
             innermost = innermost.underlying_store
         host = innermost.host if isinstance(innermost, TCPStore) else "127.0.0.1"
         store.set(slot, f"{host}:{free_port()}")
-    return str(store.get(slot).decode())
+    return str(within(environment.timeout_s(), lambda: store.get(slot)).decode())
 
 
 def _communication(launch: Launch) -> str:
@@ -216,7 +218,9 @@ def _session_number(group: dist.ProcessGroup) -> str:
     """
     store = None if "fake" in _device_backends().values() else private.default_store()
     try:
-        return "0" if store is None else str(store.add(f"dualmesh/worlds/{group.rank()}", 1))
+        if store is None:
+            return "0"
+        return str(within(environment.timeout_s(), lambda: store.add(f"dualmesh/worlds/{group.rank()}", 1)))
     except RuntimeError as error:
         raise unanswered("Backend 'torch'", group.rank(), error) from error
 

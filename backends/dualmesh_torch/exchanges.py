@@ -14,6 +14,7 @@ from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
 from dualmesh_torch import private
 from dualmesh_torch.agreement import TorchStore, agreed
+from dualmesh_torch.bounded import PATIENCE_S, within
 from dualmesh_torch.party import Everyone, Party
 
 ROLL_CALL_S = 1.0
@@ -112,14 +113,18 @@ def _roll_call(party: Party | Everyone, ranks: tuple[int, ...], said: str) -> di
         ranks = (party.pool.rank,)
     try:
         store = private.default_store()
-        return roll_call(TorchStore(store, party.pool.session), party.name, ranks, party.pool.rank, said, ROLL_CALL_S)
+        words = TorchStore(store, party.pool.session)
+        return within(
+            ROLL_CALL_S + PATIENCE_S, lambda: roll_call(words, party.name, ranks, party.pool.rank, said, ROLL_CALL_S)
+        )
     except (RuntimeError, ValueError, AttributeError):  # no world any more, or a torch that does not hand it out
         return None
 
 
 def _find_left(party: Party | Everyone, ranks: Sequence[int]) -> list[int]:
     try:
-        return find_left(TorchStore(private.default_store(), party.pool.session), ranks)
+        words = TorchStore(private.default_store(), party.pool.session)
+        return within(PATIENCE_S, lambda: find_left(words, ranks)) if ranks else []
     except (RuntimeError, ValueError, AttributeError):
         return []
 

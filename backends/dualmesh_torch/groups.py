@@ -21,6 +21,7 @@ from dualmesh.layout import Layout
 from dualmesh.state import AxisTable
 from dualmesh_torch import private
 from dualmesh_torch.agreement import TorchStore
+from dualmesh_torch.bounded import PATIENCE_S, within
 from dualmesh_torch.retirement import Retirement
 
 Group = dist.ProcessGroup
@@ -94,7 +95,7 @@ class GroupPool:
         found = getattr(self._stores, "own", None)
         shared = private.default_store() if found is None and self.is_real else None
         if shared is not None:
-            shared.check(["dualmesh"])  # where it has died, connecting anew would wait long
+            within(PATIENCE_S, lambda: shared.check(["dualmesh"]))  # where it has died, connecting anew would wait long
             found = self._stores.own = shared.clone() if hasattr(shared, "clone") else shared
         return found
 
@@ -119,8 +120,10 @@ class GroupPool:
                     found[key] = self._groups.get(key) or self._made(key, where)
                     self._users.setdefault(key, {})[id(user)] = user
             except BaseException:
+                self._retirement.count_in()
                 self.release(user, found)
                 raise
+            self._retirement.count_in()
             return found
 
     def make_everywhere(self, keys: Iterable[Key]) -> None:
@@ -163,6 +166,11 @@ class GroupPool:
         with self._lock:
             self._retirement.wait(timeout_s)
 
+    @property
+    def is_store_silent(self) -> bool:
+        """Whether the store was asked and did not answer."""
+        return self._retirement.is_silent
+
     def forget(self) -> None:
         """Drop all groups without ending them: they are another process'. *Local.*"""
         self._groups, self._users = {}, {}
@@ -202,7 +210,7 @@ class GroupPool:
         finally:
             if self.is_real and len(key.ranks) > 1:
                 place = key.ranks.index(self.rank)
-                self._retirement.count_in(name, private.address_keys(name, key.device_type, place))
+                self._retirement.note(name, private.address_keys(name, key.device_type, place))
         if patience is not timeout:
             private.set_timeout(group, timeout or private.default_timeout(key.backend))
         return group
@@ -217,7 +225,8 @@ def _unmade(where: str, key: Key, pool: GroupPool, error: Exception) -> GroupTim
     found = f"{where}: the group of ranks {listed(key.ranks)} could not be made on rank {pool.rank}: {error}."
     try:
         store = private.default_store() if pool.is_real else None
-        left = [] if store is None else find_left(TorchStore(store, pool.session), key.ranks)
+        words = None if store is None else TorchStore(store, pool.session)
+        left = [] if words is None else within(PATIENCE_S, lambda: find_left(words, key.ranks))
     except RuntimeError:
         left = []
     if left:

@@ -4,6 +4,7 @@ A world that starts anew at the same address, in the same processes or in restar
 there: addresses of sockets that are closed. So each life has keys of its own, under a number that all ranks agree on.
 """
 
+import contextlib
 import os
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ from dualmesh import environment
 from dualmesh.agreement import Matter, count_left, leave
 from dualmesh.backend import Launch
 from dualmesh_torch.agreement import TorchStore, agreed
+from dualmesh_torch.bounded import PATIENCE_S, within
 
 _LINGER_S = 2.0
 """How long the process that holds the store stays for others to hear that it leaves."""
@@ -70,7 +72,7 @@ class Rendezvous:
 
 def _answers(store: Any) -> bool:
     try:
-        store.check(["dualmesh"])
+        within(PATIENCE_S, lambda: store.check(["dualmesh"]))
     except RuntimeError:
         return False
     return True
@@ -97,10 +99,12 @@ def _store_at(launch: Launch, wait: timedelta) -> Any:
 def say_goodbye(store: Any, session: str, rank: int, size: int) -> None:
     """Leave word that this rank ends its session; rank 0, which may hold the store, stays for a while. *Local.*"""
     words = TorchStore(store, session)
-    try:
+
+    def tell() -> None:
         leave(words, rank)
         deadline = time.monotonic() + min(_LINGER_S, environment.timeout_s())
         while rank == 0 and count_left(words) < size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-    except RuntimeError:  # the store is gone: nobody can be told
-        return
+
+    with contextlib.suppress(RuntimeError):  # the store is gone: nobody can be told
+        within(_LINGER_S + PATIENCE_S, tell)

@@ -11,7 +11,15 @@ EVERY_RUN = {
         *("other_version", "other_members", "other_sizes_of_a_part", "registers_late", "dies_in_building"),
         *("other_shape", "other_order_of_axes", "other_recompute", "other_backward", "debug_on_one"),
         *("all_reduce: dies", "shift: does not come", "async_ all_reduce: dies", "store_dies_in_use"),
-        *("raises_in_scope", "rank 3 leaves", "rank 0 leaves", "in_another_world", "same_rank_twice", "port_in_use"),
+        *(
+            "raises_in_scope",
+            "store_is_frozen",
+            "rank 3 leaves",
+            "rank 0 leaves",
+            "in_another_world",
+            "same_rank_twice",
+            "port_in_use",
+        ),
     ],
     "jax": [
         *("other_shape", "leaves_out", "leaves_early", "never_comes"),

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import signal
+import subprocess
 import time
 import warnings
 
@@ -491,6 +493,37 @@ def store_dies_in_use(rank):
         os._exit(7)
     time.sleep(0.3)
     dm.ops.all_reduce(ones(), "world")
+
+
+def frozen(seconds):
+    """Stop this process as a debugger, a full disk or a suspended machine does; another one lets it go on."""
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.wait()
+
+
+@fault("rank 0, which holds the store, is frozen where the others wait", "GroupTimeoutError", "State 'base'",
+       "The store in which the ranks met does not answer either", timeout_s=SHORT_S, at={0: ("", ())})  # fmt: skip
+def store_is_frozen(rank):
+    grid()
+    dm.ops.all_reduce(ones(), "world")
+    if rank == 0:
+        frozen(SHORT_S + 6)
+    else:
+        time.sleep(0.3)
+        dm.ops.all_reduce(ones(), "world")
+
+
+@fault("rank 0, which holds the store, is frozen where the others build", "AgreementError", "'late'",
+       "the store in which the ranks met does not answer", timeout_s=SHORT_S, at={0: ("", ())})  # fmt: skip
+def store_is_frozen_in_building(rank):
+    grid()
+    dm.ops.all_reduce(ones(), "world")
+    if rank == 0:
+        frozen(SHORT_S + 6)
+    else:
+        time.sleep(0.3)
+        grid("late", own_groups=True)
 
 
 @fault(
