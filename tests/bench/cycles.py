@@ -36,6 +36,7 @@ def cycles(count, longest_s):
             discovery.load("torch").pool.finish(30)
             dist.barrier()
             gc.collect()
+            time.sleep(0.1)  # threads that have just ended are still counted
             with open("/proc/self/statm") as pages:
                 resident = int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
             threads, descriptors = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
