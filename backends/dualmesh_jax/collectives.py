@@ -146,7 +146,7 @@ class JaxCollectives(Collectives):
         return lax.stop_gradient(x)
 
     def known_number(self, x: Any) -> float | None:
-        return None if isinstance(x, jax.core.Tracer) else float(x)
+        return None if isinstance(x, jax.core.Tracer) else float(jax.device_get(x))
 
     def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
         """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""

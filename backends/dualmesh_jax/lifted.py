@@ -24,7 +24,7 @@ from dualmesh.partition_spec import P, is_spec
 from dualmesh.programs import warn_of_forgotten
 from dualmesh.registry import registry
 from dualmesh.scope import current_scope
-from dualmesh_jax.arrays import is_keys, is_staging, is_tracing, laid_out
+from dualmesh_jax.arrays import is_keys, is_staging, is_tracing, laid_out, on_host
 from dualmesh_jax.captures import Contents, captured, changed
 from dualmesh_jax.private import is_transforming
 from dualmesh_jax.regions import region_of
@@ -237,7 +237,7 @@ class Lifted:
 
 
 def _numbers(block: Any) -> Any:
-    return np.asarray(jax.random.key_data(block) if is_keys(block) else block)
+    return on_host(jax.random.key_data(block) if is_keys(block) else block)
 
 
 def _check_dims(spec: P, block: Any) -> None:

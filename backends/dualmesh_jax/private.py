@@ -7,12 +7,12 @@ Each is guarded and says what happens where it is missing. Nothing else in the b
 # jax leaves some of its public functions unannotated.
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import jax
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import ClosedJaxpr, Jaxpr, get_opaque_trace_state
 from jax.sharding import Mesh, get_mesh
 
 _is_initialized: Callable[[], bool] | None
@@ -118,6 +118,30 @@ def primal_of(x: Any) -> Any:
     while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
         x = x.primal
     return x
+
+
+def device_put(x: Any, sharding: Any, src: Any = None) -> Any:
+    """Lay an array out anew, as `jax.device_put` does, also under a guard against implicit transfers.
+
+    Being asked for by name, it is no implicit one; but jax 0.12 moves some arrays through the host, and refuses its own
+    reading of them. Seen in 0.12.0.1 on CPU, not in 0.11; retired by a release that does not.
+    """
+    if jax.config.jax_transfer_guard_device_to_host != "disallow":
+        return jax.device_put(x, sharding, src=src)
+    with jax.transfer_guard_device_to_host("allow"):
+        return jax.device_put(x, sharding, src=src)
+
+
+def opened(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a program that takes its constants as arguments, and these. *Pure.*
+
+    `ClosedJaxpr(program, constants)` puts them together again. In jax 0.10 a program with constants has a class of its
+    own, which holds the other; from 0.11 on there is one class, whose `jaxpr` is itself.
+    """
+    constants = getattr(program, "consts", ())
+    if ClosedJaxpr is not Jaxpr:
+        return getattr(program, "jaxpr", program), constants
+    return (ClosedJaxpr(program, []) if constants else program), constants
 
 
 def runs_callback() -> bool:

@@ -18,7 +18,7 @@ from dualmesh.errors import ShapeError
 from dualmesh.federated_averaging import AveragingPlan
 from dualmesh.topology import Axis
 from dualmesh.verbs import Programs
-from dualmesh_jax import federated
+from dualmesh_jax import federated, private
 from dualmesh_jax.arrays import is_tracing, refuse_keys
 from dualmesh_jax.lifted import Lifted
 from dualmesh_jax.watch import run_named, run_together
@@ -145,4 +145,4 @@ def _laid_out_like(gradient: Any, x: Any) -> Any:
         return gradient
     if not x.committed or gradient.sharding.is_equivalent_to(x.sharding, x.ndim):
         return gradient
-    return jax.device_put(gradient, x.sharding)
+    return private.device_put(gradient, x.sharding)

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from dualmesh_jax import private
+
 KEPT = 16
 """How many programs one function keeps: a train and an eval step, over a few shapes and states."""
 _BY_VALUE = (bool, int, str, bytes, type(None))
@@ -37,8 +39,9 @@ class Retraced:
         """
         # A function of its own each time: JAX keeps what it traced.
         closed, results = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*args)
-        compiled, structure = self._compiled(closed.jaxpr), jax.tree.structure(results)
-        return lambda *args: jax.tree.unflatten(structure, compiled(closed.consts, jax.tree.leaves(args)))
+        jaxpr, consts = private.opened(closed)
+        compiled, structure = self._compiled(jaxpr), jax.tree.structure(results)
+        return lambda *args: jax.tree.unflatten(structure, compiled(consts, jax.tree.leaves(args)))
 
     def _compiled(self, jaxpr: Jaxpr) -> Callable[..., Any]:
         key = _Keys().of(jaxpr)
@@ -92,8 +95,7 @@ class _Keys:
         return self._of_object(value)
 
     def _of_program(self, program: Jaxpr | ClosedJaxpr) -> Hashable:
-        if isinstance(program, ClosedJaxpr):
-            return self.of(program.jaxpr), tuple(map(self.of, program.consts))
+        program, consts = private.opened(program)
         numbers: dict[Any, int] = {}
 
         def number(atom: Any) -> Hashable:
@@ -112,7 +114,8 @@ class _Keys:
             )
             for step in program.eqns
         )
-        return len(program.constvars), heads, steps, tuple(map(number, program.outvars))
+        ends = tuple(map(number, program.outvars))
+        return len(program.constvars), heads, steps, ends, tuple(map(self.of, consts))
 
     def _of_object(self, value: Any) -> Hashable:
         if isinstance(value, MethodType):

@@ -103,7 +103,7 @@ def special_values() -> Any:
     """Return {verb: (what rank 0 of axis "a" sent, what came back there)} for values that arithmetic would change."""
     opened(4)
     bits = np.array([-0.0, 0.0, np.nan, -np.inf, 5e-324, 1.0])
-    bits[2:3].view(np.uint64)[0] |= 12345
+    bits[2:3].view(np.uint64)[0] |= np.uint64(12345)
     sent = np.stack([bits, bits[::-1], bits[[3, 0, 1, 2, 5, 4]], bits[[1, 2, 0, 4, 3, 5]]])
 
     def each(x: Any) -> Any:
