@@ -126,10 +126,13 @@ def device_put(x: Any, sharding: Any, src: Any = None) -> Any:
     Being asked for by name, it is no implicit one; but jax 0.12 moves some arrays through the host, and refuses its own
     reading of them. Seen in 0.12.0.1 on CPU, not in 0.11; retired by a release that does not.
     """
-    if jax.config.jax_transfer_guard_device_to_host != "disallow":
+    if getattr(jax.config, "jax_transfer_guard_device_to_host", None) != "disallow":
         return jax.device_put(x, sharding, src=src)
     with jax.transfer_guard_device_to_host("allow"):
         return jax.device_put(x, sharding, src=src)
+
+
+_CLASSES: tuple[Any, Any] = (ClosedJaxpr, Jaxpr)
 
 
 def opened(program: Any) -> tuple[Any, Sequence[Any]]:
@@ -138,8 +141,8 @@ def opened(program: Any) -> tuple[Any, Sequence[Any]]:
     `ClosedJaxpr(program, constants)` puts them together again. In jax 0.10 a program with constants has a class of its
     own, which holds the other; from 0.11 on there is one class, whose `jaxpr` is itself.
     """
-    constants = getattr(program, "consts", ())
-    if ClosedJaxpr is not Jaxpr:
+    constants, (closed, plain) = getattr(program, "consts", ()), _CLASSES
+    if closed is not plain:
         return getattr(program, "jaxpr", program), constants
     return (ClosedJaxpr(program, []) if constants else program), constants
 
