@@ -6,107 +6,117 @@ name is written three times, for readers of types, for the loader, and in `__all
 
 from typing import TYPE_CHECKING
 
-from dualmesh.face import face
+from dualmesh._support.public_names import face
 
 if TYPE_CHECKING:
     from dualmesh import errors as errors
-    from dualmesh import flags as flags
-    from dualmesh import host as host
-    from dualmesh import importers as importers
     from dualmesh import initializers as initializers
     from dualmesh import interop as interop
     from dualmesh import ops as ops
     from dualmesh import presets as presets
     from dualmesh import sequence as sequence
-    from dualmesh.ahead_of_time import aot
-    from dualmesh.arrays import constrain, distribute, local_slices, shard_local, to_numpy
-    from dualmesh.configuration import Configuration, StateConfig
-    from dualmesh.debugging import debug
-    from dualmesh.description import describe, described
-    from dualmesh.distributed_state import DistributedState
+    from dualmesh.arrays.checkpoint_metadata import describe, described
+    from dualmesh.arrays.distribute import constrain, distribute, local_slices, shard_local, to_numpy
+    from dualmesh.arrays.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
+    from dualmesh.arrays.models import init_sharded
+    from dualmesh.arrays.plan import ShardingPlan
+    from dualmesh.arrays.reshard import reshard
+    from dualmesh.arrays.transforms import remat, shard_map, value_and_grad
+    from dualmesh.backend.group_factory import create_device_mesh
+    from dualmesh.backend.state import ParallelState
+    from dualmesh.config import Configuration, StateConfig
+    from dualmesh.config import flags as flags
     from dualmesh.errors import DualmeshError, StaleStateError
-    from dualmesh.fabric import create_device_mesh
-    from dualmesh.federated_exchange import federated_mean
-    from dualmesh.federation import FederatedSpec
-    from dualmesh.group_topology import GroupSpec, GroupTopology
-    from dualmesh.groups_in_use import GroupInUse, groups_in_use
-    from dualmesh.initialization import get_parallel_state_by_name, init_parallel_state, init_parallel_states
+    from dualmesh.federated.distributed_state import DistributedState
+    from dualmesh.federated.exchange import federated_mean
     from dualmesh.initializers import ProcessGroupInitializer
-    from dualmesh.loss import clip_grad_norm_, global_norm, sum_gradients, sync_gradients, token_mean
-    from dualmesh.node_discovery import nodes
-    from dualmesh.nodes import Nodes
-    from dualmesh.parallel_modes import ParallelMode
-    from dualmesh.partition_spec import P
+    from dualmesh.ops import host as host
     from dualmesh.pictures import draw
-    from dualmesh.plan import ShardingPlan
-    from dualmesh.plan_models import init_sharded
-    from dualmesh.programs import remat, shard_map, value_and_grad
-    from dualmesh.rank_groups import RankGroups
-    from dualmesh.registry import strict
-    from dualmesh.resharding import reshard
-    from dualmesh.scope import bind, get_parallel_state, scope_name, use_parallel_state
-    from dualmesh.scoped import scoped
-    from dualmesh.seeds import seed_for
-    from dualmesh.session import Session, clear_parallel_state
-    from dualmesh.spec import TopologySpec, View
-    from dualmesh.starting import init_distributed, session
-    from dualmesh.state import ParallelState
-    from dualmesh.topology import Topology
-    from dualmesh.transfer_ends import Fused
-    from dualmesh.transfer_groups import TransferGroup, transfer_group
-    from dualmesh.transfer_linking import transfer_link
-    from dualmesh.transfer_links import TransferLink
-    from dualmesh.transfer_plan import TransferPlan, plan_transfer
-    from dualmesh.transfer_store import TransferStore
-    from dualmesh.transferring import transfer
-    from dualmesh.usual import parallel_spec
+    from dualmesh.presets import importers as importers
+    from dualmesh.runtime.ahead_of_time import aot
+    from dualmesh.runtime.debug import debug
+    from dualmesh.runtime.groups_in_use import GroupInUse, groups_in_use
+    from dualmesh.runtime.init import get_parallel_state_by_name, init_parallel_state, init_parallel_states
+    from dualmesh.runtime.launch import init_distributed, session
+    from dualmesh.runtime.nodes import nodes
+    from dualmesh.runtime.registry import strict
+    from dualmesh.runtime.rng import seed_for
+    from dualmesh.runtime.scope import bind, get_parallel_state, scope_name, use_parallel_state
+    from dualmesh.runtime.session import Session, clear_parallel_state
+    from dualmesh.runtime.wrap_module import scoped
+    from dualmesh.sharding.partition_spec import P
+    from dualmesh.topology.federation import FederatedSpec
+    from dualmesh.topology.group_topology import GroupSpec, GroupTopology
+    from dualmesh.topology.nodes import Nodes
+    from dualmesh.topology.parallel_modes import ParallelMode
+    from dualmesh.topology.parallel_spec import parallel_spec
+    from dualmesh.topology.rank_groups import RankGroups
+    from dualmesh.topology.spec import TopologySpec, View
+    from dualmesh.topology.topology import Topology
+    from dualmesh.weights.connect import transfer_link
+    from dualmesh.weights.endpoints import Fused
+    from dualmesh.weights.group import TransferGroup, transfer_group
+    from dualmesh.weights.link import TransferLink
+    from dualmesh.weights.plan import TransferPlan, plan_transfer
+    from dualmesh.weights.store import TransferStore
+    from dualmesh.weights.transfer import transfer
 
 __version__ = "0.1.0"
 
-_MODULES = ("errors", "flags", "host", "importers", "initializers", "interop", "ops", "presets", "sequence")
+_MODULES = (
+    "config.flags",
+    "errors",
+    "initializers",
+    "interop",
+    "ops",
+    "ops.host",
+    "presets",
+    "presets.importers",
+    "sequence",
+)
 _HOMES = {
-    "ahead_of_time": "aot",
-    "arrays": "constrain distribute local_slices shard_local to_numpy",
-    "configuration": "Configuration StateConfig",
-    "debugging": "debug",
-    "description": "describe described",
-    "distributed_state": "DistributedState",
+    "arrays.checkpoint_metadata": "describe described",
+    "arrays.distribute": "constrain distribute local_slices shard_local to_numpy",
+    "arrays.loss": "clip_grad_norm_ global_norm sum_gradients sync_gradients token_mean",
+    "arrays.models": "init_sharded",
+    "arrays.plan": "ShardingPlan",
+    "arrays.reshard": "reshard",
+    "arrays.transforms": "remat shard_map value_and_grad",
+    "backend.group_factory": "create_device_mesh",
+    "backend.state": "ParallelState",
+    "config": "Configuration StateConfig",
     "errors": "DualmeshError StaleStateError",
-    "fabric": "create_device_mesh",
-    "federated_exchange": "federated_mean",
-    "federation": "FederatedSpec",
-    "group_topology": "GroupSpec GroupTopology",
-    "groups_in_use": "GroupInUse groups_in_use",
-    "initialization": "get_parallel_state_by_name init_parallel_state init_parallel_states",
+    "federated.distributed_state": "DistributedState",
+    "federated.exchange": "federated_mean",
     "initializers": "ProcessGroupInitializer",
-    "loss": "clip_grad_norm_ global_norm sum_gradients sync_gradients token_mean",
-    "node_discovery": "nodes",
-    "nodes": "Nodes",
-    "parallel_modes": "ParallelMode",
-    "partition_spec": "P",
     "pictures": "draw",
-    "plan": "ShardingPlan",
-    "plan_models": "init_sharded",
-    "programs": "remat shard_map value_and_grad",
-    "rank_groups": "RankGroups",
-    "registry": "strict",
-    "resharding": "reshard",
-    "scope": "bind get_parallel_state scope_name use_parallel_state",
-    "scoped": "scoped",
-    "seeds": "seed_for",
-    "session": "Session clear_parallel_state",
-    "spec": "TopologySpec View",
-    "starting": "init_distributed session",
-    "state": "ParallelState",
-    "topology": "Topology",
-    "transfer_ends": "Fused",
-    "transfer_groups": "TransferGroup transfer_group",
-    "transfer_linking": "transfer_link",
-    "transfer_links": "TransferLink",
-    "transfer_plan": "TransferPlan plan_transfer",
-    "transfer_store": "TransferStore",
-    "transferring": "transfer",
-    "usual": "parallel_spec",
+    "runtime.ahead_of_time": "aot",
+    "runtime.debug": "debug",
+    "runtime.groups_in_use": "GroupInUse groups_in_use",
+    "runtime.init": "get_parallel_state_by_name init_parallel_state init_parallel_states",
+    "runtime.launch": "init_distributed session",
+    "runtime.nodes": "nodes",
+    "runtime.registry": "strict",
+    "runtime.rng": "seed_for",
+    "runtime.scope": "bind get_parallel_state scope_name use_parallel_state",
+    "runtime.session": "Session clear_parallel_state",
+    "runtime.wrap_module": "scoped",
+    "sharding.partition_spec": "P",
+    "topology.federation": "FederatedSpec",
+    "topology.group_topology": "GroupSpec GroupTopology",
+    "topology.nodes": "Nodes",
+    "topology.parallel_modes": "ParallelMode",
+    "topology.parallel_spec": "parallel_spec",
+    "topology.rank_groups": "RankGroups",
+    "topology.spec": "TopologySpec View",
+    "topology.topology": "Topology",
+    "weights.connect": "transfer_link",
+    "weights.endpoints": "Fused",
+    "weights.group": "TransferGroup transfer_group",
+    "weights.link": "TransferLink",
+    "weights.plan": "TransferPlan plan_transfer",
+    "weights.store": "TransferStore",
+    "weights.transfer": "transfer",
 }
 if not TYPE_CHECKING:
     __getattr__, __dir__ = face(__name__, _MODULES, _HOMES)

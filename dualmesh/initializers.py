@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dualmesh.errors import ArgumentError, RankError, SpecError, did_you_mean, listed
-from dualmesh.group_topology import GroupSpec
-from dualmesh.initialization import init_parallel_state
-from dualmesh.parallel_modes import SIZE_NAMES, ParallelMode, listed_group, mode_groups
-from dualmesh.parallel_modes import CommMode as CommMode
-from dualmesh.registry import registry
-from dualmesh.resolution import positive, whole
-from dualmesh.session import Session, session_for
+from dualmesh.runtime.init import init_parallel_state
+from dualmesh.runtime.registry import registry
+from dualmesh.runtime.session import Session, session_for
+from dualmesh.topology.group_topology import GroupSpec
+from dualmesh.topology.parallel_modes import SIZE_NAMES, ParallelMode, listed_group, mode_groups
+from dualmesh.topology.parallel_modes import CommMode as CommMode
+from dualmesh.topology.resolve import positive, whole
 
 GroupMaker = Callable[["ModeInitializer", str], Any]
 """Makes the native group of an initializer's rank, given the communication backend. Called on every rank."""

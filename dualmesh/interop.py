@@ -1,6 +1,6 @@
 """Arrays from one framework to the other, shard by shard, and gradients across the border.
 
-What each framework does there is in the backends (`border`); starting both in the same processes is in `starting`.
+What each framework does there is in the backends (`array_bridge`); starting both in the same processes is in `launch`.
 Public as `dualmesh.interop`.
 """
 
@@ -8,12 +8,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dualmesh import discovery, tree
-from dualmesh.arguments import flag_of, function_of
-from dualmesh.border import Border, Linear, Piece
+from dualmesh._support.checks import flag_of, function_of
+from dualmesh.backend import discovery
+from dualmesh.backend.array_bridge import Border, Linear, Piece
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArrayTypeError
-from dualmesh.scope import get_parallel_state, use_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.runtime.scope import get_parallel_state, use_parallel_state
+from dualmesh.sharding import tree
 
 PASSED = (bool, int, float, complex, str)
 """What is no array and stays as it is."""

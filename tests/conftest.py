@@ -29,4 +29,4 @@ def world():
 @pytest.fixture
 def no_framework(monkeypatch):
     """Scopes as in a process that loaded no framework, also where an earlier test did: JAX refuses some of them."""
-    monkeypatch.setattr("dualmesh.scope._mirrors", ())
+    monkeypatch.setattr("dualmesh.runtime.scope._mirrors", ())

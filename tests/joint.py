@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.testing.pools import Pool
 
 RANKS = 4

@@ -7,8 +7,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+from dualmesh.backend.discovery import requirements
 from dualmesh.cli.report import EXTRA
-from dualmesh.discovery import requirements
 
 ROOT = Path(__file__).parent.parent
 BUILD = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"

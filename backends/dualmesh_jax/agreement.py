@@ -1,13 +1,14 @@
 """Agreement on states before they are built, through the store in which the processes met.
 
-How processes agree is in `dualmesh.agreement`, the store in `store`. One process of several devices speaks once.
+How processes agree is in `dualmesh.runtime.agreement`, the store in `store`. One process of several devices speaks
+once.
 """
 
 from collections.abc import Mapping, Sequence
 
-from dualmesh import environment
-from dualmesh.agreement import Matter, agree
-from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
+from dualmesh.backend.state_plan import StatePlan, describe_plans, ranks_of
+from dualmesh.runtime import environment
+from dualmesh.runtime.agreement import Matter, agree
 from dualmesh_jax.store import JaxStore
 
 NOUNS = ("process", "processes")

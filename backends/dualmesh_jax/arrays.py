@@ -16,18 +16,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh, get_mesh, reshard
 
-from dualmesh.covers import covered_shape, covering_slices
+from dualmesh.backend.arrays import Arrays
+from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
-from dualmesh.host_leaf import HostLeaf
-from dualmesh.partition_spec import P, canonical, dim_layouts
-from dualmesh.verbs import Arrays
+from dualmesh.sharding.partition_spec import P, canonical, dim_layouts
+from dualmesh.sharding.slices import covered_shape, covering_slices
 from dualmesh_jax import private
 from dualmesh_jax.store import describe_processes
 from dualmesh_jax.surroundings import check_one_place, told
 from dualmesh_jax.watch import run_together
 
 if TYPE_CHECKING:
-    from dualmesh.transferring import TransferJob
+    from dualmesh.weights.transfer import TransferJob
     from dualmesh_jax.state import JaxState
 
 INSIDE = (

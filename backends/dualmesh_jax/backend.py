@@ -10,16 +10,16 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from dualmesh import environment
-from dualmesh.backend import Backend, Launch
-from dualmesh.border import Border
+from dualmesh.backend.array_bridge import Border
+from dualmesh.backend.backend import Backend, Launch
+from dualmesh.backend.group_factory import Fabric
+from dualmesh.backend.state import ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, SessionError
-from dualmesh.fabric import Fabric
-from dualmesh.registry import registry
-from dualmesh.resolution import whole
-from dualmesh.scope import add_mirror
-from dualmesh.state import ParallelState
-from dualmesh.state_plan import StatePlan, World
+from dualmesh.runtime import environment
+from dualmesh.runtime.registry import registry
+from dualmesh.runtime.scope import add_mirror
+from dualmesh.topology.resolve import whole
 from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
 from dualmesh_jax.arrays import is_tracing

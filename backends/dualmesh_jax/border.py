@@ -16,11 +16,11 @@ import numpy as np
 from jax import dlpack
 from jax.sharding import NamedSharding, SingleDeviceSharding, get_abstract_mesh
 
-from dualmesh.border import Border, Linear, Piece, needed
+from dualmesh.arrays.transforms import shard_map
+from dualmesh.backend.array_bridge import Border, Linear, Piece, needed
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError, ShardingError
-from dualmesh.partition_spec import P
-from dualmesh.programs import shard_map
-from dualmesh.state import ParallelState
+from dualmesh.sharding.partition_spec import P
 
 TRACED = (
     "{where}: found a traced array of shape {shape}, which has no values yet. Compute with another framework inside a "

@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
+from dualmesh.backend.collectives import Collectives, Kind
+from dualmesh.backend.transpose_rules import call, transpose
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError
-from dualmesh.op_table import call, transpose
-from dualmesh.topology import Axis
-from dualmesh.verbs import Collectives, Kind
+from dualmesh.topology.topology import Axis
 from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.lines import Line
 from dualmesh_jax.ragged import exchanged

@@ -1,6 +1,6 @@
 """`JaxFabric`: the meshes of a `DistributedState` over JAX devices; a group is a mesh of one axis.
 
-Which ranks they are for is planned in `dualmesh.federated_topology`.
+Which ranks they are for is planned in `dualmesh.topology.federated_topology`.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from dualmesh.backend.group_factory import Fabric, Grid
 from dualmesh.errors import RankError, SessionError
-from dualmesh.fabric import Fabric, Grid
-from dualmesh.federated_averaging import AveragingPlan
+from dualmesh.topology.averaging import AveragingPlan
 from dualmesh_jax.federated import Federations, mean_of_trees
 from dualmesh_jax.meshes import mesh_of
 from dualmesh_jax.store import JaxStore

@@ -1,6 +1,6 @@
 """Federated averaging of JAX arrays: of blocks inside `shard_map`, or of each federation's own arrays outside.
 
-Who exchanges what is planned in `dualmesh.federated_averaging`. Outside, one compiled function over the devices of all
+Who exchanges what is planned in `dualmesh.topology.averaging`. Outside, one compiled function over the devices of all
 federations sums what each rank holds; shards never leave their devices whole.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualmesh.errors import AgreementError, ArgumentError, ArrayTypeError, ShardingError, counted, listed
-from dualmesh.federated_averaging import AveragingPlan
+from dualmesh.topology.averaging import AveragingPlan
 from dualmesh_jax.lines import Line
 from dualmesh_jax.meshes import mesh_of
 

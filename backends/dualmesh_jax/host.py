@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from dualmesh.backend.host import HostObjects
 from dualmesh.errors import BackendError, RankError, listed
-from dualmesh.topology import Axis
-from dualmesh.verbs import HostObjects
+from dualmesh.topology.topology import Axis
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState

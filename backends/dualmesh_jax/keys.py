@@ -1,6 +1,6 @@
 """What the ambient state and the names of states are to JAX's caches: user contexts, part of every jit cache key.
 
-The ambient state itself is kept by `dualmesh.scope`; `scope` here keeps the two in step.
+The ambient state itself is kept by `dualmesh.runtime.scope`; `scope` here keeps the two in step.
 """
 
 # mypy: allow-untyped-calls
@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import jax
 
-from dualmesh.registry import Naming
-from dualmesh.state import ParallelState
-from dualmesh.state_plan import StatePlan
+from dualmesh.backend.state import ParallelState
+from dualmesh.backend.state_plan import StatePlan
+from dualmesh.runtime.registry import Naming
 
 # Made at import: adding a user context while other JAX code runs is not safe.
 _context: Any = jax.make_user_context(default_value=None)

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from dualmesh.backend import Launch
-from dualmesh.environment import DETECT
+from dualmesh.backend.backend import Launch
 from dualmesh.errors import LaunchError, SessionError
+from dualmesh.runtime.environment import DETECT
 from dualmesh_jax import private
 from dualmesh_jax.meeting import meet
 

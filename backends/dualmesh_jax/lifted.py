@@ -18,12 +18,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, get_abstract_mesh, reshard
 
-from dualmesh.cautions import caution
+from dualmesh._support.warn import caution
+from dualmesh.arrays.transforms import warn_of_forgotten
 from dualmesh.errors import ArgumentError, ShardingError, listed
-from dualmesh.partition_spec import P, is_spec
-from dualmesh.programs import warn_of_forgotten
-from dualmesh.registry import registry
-from dualmesh.scope import current_scope
+from dualmesh.runtime.registry import registry
+from dualmesh.runtime.scope import current_scope
+from dualmesh.sharding.partition_spec import P, is_spec
 from dualmesh_jax.arrays import is_keys, is_staging, is_tracing, laid_out, on_host
 from dualmesh_jax.captures import Contents, captured, changed
 from dualmesh_jax.private import is_transforming

@@ -9,8 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from dualmesh._support.channel import GREETING_S, Channel, ForeignError, Listener, visit
 from dualmesh.errors import SessionError, listed
-from dualmesh.transfer_channel import GREETING_S, Channel, ForeignError, Listener, visit
 
 _KEY = b"dualmesh"
 """No secret: JAX's own port, at the same address, has none either."""

@@ -1,6 +1,7 @@
 """One mesh per device order: which states share it, when it is fixed, what its axes are called.
 
-The integers behind it are in `dualmesh.refined`; when a mesh becomes JAX's ambient one is decided in `surroundings`.
+The integers behind it are in `dualmesh.topology.refinement`; when a mesh becomes JAX's ambient one is decided in
+`surroundings`.
 """
 
 import itertools
@@ -13,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from dualmesh.cautions import caution
+from dualmesh._support.warn import caution
 from dualmesh.errors import listed
-from dualmesh.layout import Layout
-from dualmesh.refined import Refinement
-from dualmesh.topology import Topology
+from dualmesh.topology.layout import Layout
+from dualmesh.topology.refinement import Refinement
+from dualmesh.topology.topology import Topology
 
 OWN_MESH = (
     "{asked!r} cannot share a mesh with {others} over the same devices: {reason}. It gets a mesh of its own: code that "

@@ -1,6 +1,6 @@
 """Whole models in JAX: any registered tree, flax NNX and equinox modules included.
 
-What one array's sharding is, is in `state`; plans are in `dualmesh.plan`.
+What one array's sharding is, is in `state`; plans are in `dualmesh.arrays.plan`.
 """
 
 # mypy: allow-untyped-calls
@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from dualmesh.backend.models import Models
+from dualmesh.backend.plain_models import refuse_units
 from dualmesh.errors import ShardingError
-from dualmesh.partition_spec import P
-from dualmesh.plain_models import refuse_units
-from dualmesh.verbs import Models
+from dualmesh.sharding.partition_spec import P
 from dualmesh_jax.arrays import unshared
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import functools
 import sys
 from typing import Any
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError
-from dualmesh.scope import use_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.runtime.scope import use_parallel_state
 
 _BASE = "dualmesh_base"
 _STATE = "dualmesh_state"

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dualmesh.backend.transforms import Programs
 from dualmesh.errors import ShapeError
-from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.topology import Axis
-from dualmesh.verbs import Programs
+from dualmesh.topology.averaging import AveragingPlan
+from dualmesh.topology.topology import Axis
 from dualmesh_jax import federated, private
 from dualmesh_jax.arrays import is_tracing, refuse_keys
 from dualmesh_jax.lifted import Lifted

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from dualmesh import scope as core
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ScopeError
-from dualmesh.registry import registry
-from dualmesh.scope import Scope
-from dualmesh.state import ParallelState
+from dualmesh.runtime import scope as core
+from dualmesh.runtime.registry import registry
+from dualmesh.runtime.scope import Scope
 from dualmesh_jax.keys import ScopeKey, key_of
 from dualmesh_jax.private import is_transforming, may_have_started, runs_callback, xla_metadata
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from dualmesh.versions import newer
+from dualmesh._support.versions import newer
 from dualmesh_jax import private
 from dualmesh_jax.devices import FLAG
 from dualmesh_jax.supported import NEWEST

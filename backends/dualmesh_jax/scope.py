@@ -1,14 +1,15 @@
 """The mirror of the scope in JAX: the ambient state's key, and its mesh.
 
-Keys are in `keys`, which mesh may be set where in `surroundings`; the ambient state itself is kept by `dualmesh.scope`.
+Keys are in `keys`, which mesh may be set where in `surroundings`; the ambient state itself is kept by
+`dualmesh.runtime.scope`.
 """
 
 import sys
 from typing import Any
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ScopeError
-from dualmesh.scope import Scope
-from dualmesh.state import ParallelState
+from dualmesh.runtime.scope import Scope
 from dualmesh_jax.arrays import is_tracing
 from dualmesh_jax.keys import key_of, user_context
 from dualmesh_jax.private import is_transforming, may_have_started

@@ -1,6 +1,6 @@
 """Containers of specs beside containers of arrays, in JAX's trees (registered classes included).
 
-What one spec means is in `dualmesh.partition_spec`, what it is called in JAX in `state`.
+What one spec means is in `dualmesh.sharding.partition_spec`, what it is called in JAX in `state`.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from dualmesh.errors import ShardingError, listed
-from dualmesh.layout import Layout
-from dualmesh.partition_spec import P, check_axes, is_spec, named_axes, named_set
-from dualmesh.refined import Refinement
-from dualmesh.topology import Topology
+from dualmesh.sharding.partition_spec import P, check_axes, is_spec, named_axes, named_set
+from dualmesh.topology.layout import Layout
+from dualmesh.topology.refinement import Refinement
+from dualmesh.topology.topology import Topology
 
 
 def checked_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ...] | None) -> Any:

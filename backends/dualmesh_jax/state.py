@@ -12,11 +12,11 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from dualmesh.backend.state import AxisTable, ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import MembershipError, ShardingError, listed
-from dualmesh.partition_spec import P, check_axes, split_axes
-from dualmesh.state import AxisTable, ParallelState
-from dualmesh.state_plan import StatePlan, World
-from dualmesh.topology import Axis
+from dualmesh.sharding.partition_spec import P, check_axes, split_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_jax.arrays import JaxArrays
 from dualmesh_jax.collectives import JaxCollectives
 from dualmesh_jax.devices import carried_by_gloo

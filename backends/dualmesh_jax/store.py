@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from dualmesh.agreement import leave
 from dualmesh.errors import GroupTimeoutError, listed
+from dualmesh.runtime.agreement import leave
 from dualmesh_jax import private
 
 # JAX's store counts in 32 bits; agreements count participants in the low 18 bits and sum 44 bits above them.

@@ -5,7 +5,7 @@ What differs between the versions that work is in `private`.
 
 import jax
 
-from dualmesh.versions import refuse_older
+from dualmesh._support.versions import refuse_older
 
 LEAST = "0.10.2"
 """0.10.0 and 0.10.1 have no `set_global` of a user context and no `PartitionSpec.partitions`."""

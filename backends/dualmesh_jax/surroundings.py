@@ -18,9 +18,9 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh, use_abstract_mesh
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShardingError, listed
-from dualmesh.registry import registry
-from dualmesh.state import ParallelState
+from dualmesh.runtime.registry import registry
 from dualmesh_jax.meshes import SharedMesh
 from dualmesh_jax.private import mesh_outside_tracing, misses_mesh
 

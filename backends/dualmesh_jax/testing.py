@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import get_abstract_mesh
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShardingError
-from dualmesh.state import ParallelState
 from dualmesh.testing import instruments
 from dualmesh_jax.devices import ordered_devices
 from dualmesh_jax.keys import user_context

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from dualmesh import environment
-from dualmesh.agreement import Matter, agree, roll_call
-from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
+from dualmesh.runtime import environment
+from dualmesh.runtime.agreement import Matter, agree, roll_call
+from dualmesh.runtime.debug import call_site, switch
 from dualmesh_jax import private
 from dualmesh_jax.agreement import NOUNS
 from dualmesh_jax.private import is_ready, primal_of

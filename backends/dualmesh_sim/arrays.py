@@ -6,12 +6,12 @@ What functions of them do is in `programs`.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
+from dualmesh.backend.arrays import Arrays
+from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
-from dualmesh.host_leaf import HostLeaf
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
-from dualmesh.reshards import Placed, Reshard
-from dualmesh.verbs import Arrays
+from dualmesh.sharding.partition_spec import P, global_shape, local_shape, slices_of
+from dualmesh.sharding.redistribution import Placed, Reshard
 from dualmesh_sim.collectives import kind_of
 from dualmesh_sim.rendezvous import place
 

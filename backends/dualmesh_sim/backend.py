@@ -5,13 +5,13 @@ What a rank does is in `programs`, how ranks meet in `rendezvous`.
 
 from collections.abc import Sequence
 
-from dualmesh import environment
-from dualmesh.backend import Backend, Launch
+from dualmesh.backend.backend import Backend, Launch
+from dualmesh.backend.group_factory import Fabric, ListedFabric
+from dualmesh.backend.state import ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, SessionError
-from dualmesh.fabric import Fabric, ListedFabric
-from dualmesh.resolution import whole
-from dualmesh.state import ParallelState
-from dualmesh.state_plan import StatePlan, World
+from dualmesh.runtime import environment
+from dualmesh.topology.resolve import whole
 from dualmesh_sim.state import SimState
 
 

@@ -5,10 +5,10 @@ How ranks meet is in `rendezvous`. Reductions run in index order, so they give t
 
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
+from dualmesh.backend.collectives import Collectives, Kind
 from dualmesh.errors import AgreementError, ArrayTypeError, OutsideShardMapError
-from dualmesh.lazy import np
-from dualmesh.topology import Axis
-from dualmesh.verbs import Collectives, Kind
+from dualmesh.topology.topology import Axis
 from dualmesh_sim.rendezvous import Place, place
 
 if TYPE_CHECKING:

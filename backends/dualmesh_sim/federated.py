@@ -1,13 +1,13 @@
 """Federated averaging of a simulated rank's blocks.
 
-Who exchanges what is planned in `dualmesh.federated_averaging`.
+Who exchanges what is planned in `dualmesh.topology.averaging`.
 """
 
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArrayTypeError
-from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.lazy import np
+from dualmesh.topology.averaging import AveragingPlan
 
 if TYPE_CHECKING:
     from dualmesh_sim.state import SimState

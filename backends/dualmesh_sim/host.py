@@ -6,8 +6,8 @@ Arrays travel with `collectives`.
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.topology import Axis
-from dualmesh.verbs import HostObjects
+from dualmesh.backend.host import HostObjects
+from dualmesh.topology.topology import Axis
 from dualmesh_sim.rendezvous import place
 
 if TYPE_CHECKING:

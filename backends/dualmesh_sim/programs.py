@@ -6,13 +6,13 @@ How the ranks' threads meet is in `rendezvous`; a simulated array's blocks are i
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
+from dualmesh.backend.transforms import Programs
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShapeError, ShardingError, listed
-from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape, slices_of
-from dualmesh.topology import Axis
-from dualmesh.tree import leaves, mapped, spec_tree
-from dualmesh.verbs import Programs
+from dualmesh.sharding.partition_spec import P, check_axes, dim_layouts, global_shape, slices_of
+from dualmesh.sharding.tree import leaves, mapped, spec_tree
+from dualmesh.topology.averaging import AveragingPlan
+from dualmesh.topology.topology import Axis
 from dualmesh_sim.arrays import SimArray, SimArrays
 from dualmesh_sim.collectives import kind_of, reduced
 from dualmesh_sim.federated import averaged
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 NO_AUTODIFF = (
     "value_and_grad: the sim backend computes values only; numpy has no autodiff. Differentiate on 'torch' or 'jax'; "
-    "the transpose of every collective is in dualmesh.op_table."
+    "the transpose of every collective is in dualmesh.backend.transpose_rules."
 )
 NESTED = (
     "shard_map: called inside a shard_map, where arrays are already this rank's blocks. Call the function itself, or "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from dualmesh.errors import AgreementError, GroupTimeoutError, MembershipError, listed
-from dualmesh.unscoped import this_thread
+from dualmesh.runtime.thread_check import this_thread
 
 Result = TypeVar("Result")
 Group = tuple[int, ...]

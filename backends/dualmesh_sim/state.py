@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P, check_axes
-from dualmesh.plain_models import PlainModels
-from dualmesh.state import ParallelState
-from dualmesh.state_plan import StatePlan, World
-from dualmesh.topology import Axis
+from dualmesh._support.optional_imports import np
+from dualmesh.backend.plain_models import PlainModels
+from dualmesh.backend.state import ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
+from dualmesh.sharding.partition_spec import P, check_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_sim.arrays import SimArrays
 from dualmesh_sim.collectives import SimCollectives
 from dualmesh_sim.host import SimHostObjects

@@ -6,10 +6,10 @@ The kit that uses it is `dualmesh.testing`.
 from collections.abc import Callable
 from typing import Any
 
+from dualmesh._support.optional_imports import np
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShardingError
-from dualmesh.lazy import np
-from dualmesh.partition_spec import slices_of
-from dualmesh.state import ParallelState
+from dualmesh.sharding.partition_spec import slices_of
 from dualmesh.testing import instruments
 from dualmesh_sim.arrays import SimArray
 

@@ -1,6 +1,6 @@
 """Agreement on states before their groups are built, through the store in which the world met.
 
-How ranks agree is in `dualmesh.agreement`.
+How ranks agree is in `dualmesh.runtime.agreement`.
 """
 
 import contextlib
@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from dualmesh import environment
-from dualmesh.agreement import ANSWERS_S, ROUND_KEYS, Matter, agree, member_set
+from dualmesh.backend.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh.errors import AgreementError, DualmeshError
-from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
+from dualmesh.runtime import environment
+from dualmesh.runtime.agreement import ANSWERS_S, ROUND_KEYS, Matter, agree, member_set
 from dualmesh_torch import private
 from dualmesh_torch.bounded import PATIENCE_S, within
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from dualmesh.backend.arrays import Arrays
+from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.errors import ArrayTypeError, ShardingError, listed
-from dualmesh.host_leaf import HostLeaf
-from dualmesh.partition_spec import P, global_shape, local_shape, slices_of
-from dualmesh.transferring import TransferJob
-from dualmesh.verbs import Arrays
+from dualmesh.sharding.partition_spec import P, global_shape, local_shape, slices_of
+from dualmesh.weights.transfer import TransferJob
 from dualmesh_torch import resharding, transferring
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import WIDENED, carried, resolved, uncarried

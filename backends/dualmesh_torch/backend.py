@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from dualmesh import environment
-from dualmesh.addresses import free_port
-from dualmesh.backend import Backend, Launch
-from dualmesh.border import Border
+from dualmesh._support.ports import free_port
+from dualmesh.backend.array_bridge import Border
+from dualmesh.backend.backend import Backend, Launch
+from dualmesh.backend.group_factory import Fabric
+from dualmesh.backend.state import ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
-from dualmesh.fabric import Fabric
-from dualmesh.groups_in_use import GroupInUse
-from dualmesh.scope import set_explainer
-from dualmesh.state import ParallelState
-from dualmesh.state_plan import StatePlan, World
+from dualmesh.runtime import environment
+from dualmesh.runtime.groups_in_use import GroupInUse
+from dualmesh.runtime.scope import set_explainer
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
 from dualmesh_torch.border import TorchBorder

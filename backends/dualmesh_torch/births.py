@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from dualmesh.errors import ShardingError
-from dualmesh.partition_spec import P
+from dualmesh.sharding.partition_spec import P
 
 Cut = Callable[[nn.Parameter, P], nn.Parameter]
 

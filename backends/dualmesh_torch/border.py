@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 
-from dualmesh import tree
-from dualmesh.border import Border, Linear, Piece, needed
+from dualmesh.backend.array_bridge import Border, Linear, Piece, needed
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArrayTypeError
-from dualmesh.state import ParallelState
+from dualmesh.sharding import tree
 from dualmesh_torch.assembly import assembled
 
 HAS_GRADIENT = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import eager
 from dualmesh_torch.party import Party
 

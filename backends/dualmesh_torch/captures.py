@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArrayTypeError
-from dualmesh.tree import leaves
+from dualmesh.sharding.tree import leaves
 
 Found = Iterator[tuple[str, Any]]
 Seen = set[tuple[int, ...]]

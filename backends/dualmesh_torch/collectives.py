@@ -11,13 +11,13 @@ import torch
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from dualmesh.debugging import call_site, switch
+from dualmesh.backend.collectives import Collectives, Kind
+from dualmesh.backend.pending import Pending
+from dualmesh.backend.state import AxisTable
+from dualmesh.backend.transpose_rules import Call, call
 from dualmesh.errors import ArrayTypeError, NotDifferentiableError
-from dualmesh.op_table import Call, call
-from dualmesh.pending import Pending
-from dualmesh.state import AxisTable
-from dualmesh.topology import Axis
-from dualmesh.verbs import Collectives, Kind
+from dualmesh.runtime.debug import call_site, switch
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import eager, exchanges, pending, private, traced
 from dualmesh_torch.dtypes import KINDS, resolved
 from dualmesh_torch.party import Party

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArgumentError, ShardingError, listed
-from dualmesh.registry import registry
-from dualmesh.roles import expanded, stage_axes
-from dualmesh.topology import Axis
+from dualmesh.runtime.registry import registry
+from dualmesh.topology.roles import expanded, stage_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 
 if TYPE_CHECKING:

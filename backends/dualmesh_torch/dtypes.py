@@ -5,8 +5,8 @@ Communication backends carry few dtypes; the rest travels as bytes.
 
 import torch
 
+from dualmesh.backend.collectives import Kind
 from dualmesh.errors import ArrayTypeError
-from dualmesh.verbs import Kind
 
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _CARRIED = _FLOATS | {torch.uint8, torch.int8, torch.int32, torch.int64}

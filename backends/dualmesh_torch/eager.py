@@ -1,4 +1,4 @@
-"""The collectives of `op_table` in eager code, on `torch.distributed`, without gradients.
+"""The collectives of `transpose_rules` in eager code, on `torch.distributed`, without gradients.
 
 In compiled code `traced` takes their place; gradients are in `collectives`.
 """

@@ -1,6 +1,6 @@
 """Every exchange with other ranks: compared beforehand in debug mode, and its failure said in dualmesh's words.
 
-What is exchanged is in `eager`, `pending`, `host` and others; how ranks compare is in `dualmesh.agreement`.
+What is exchanged is in `eager`, `pending`, `host` and others; how ranks compare is in `dualmesh.runtime.agreement`.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dualmesh.agreement import Matter, find_left, roll_call
-from dualmesh.debugging import call_site, switch
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
+from dualmesh.runtime.agreement import Matter, find_left, roll_call
+from dualmesh.runtime.debug import call_site, switch
 from dualmesh_torch import private
 from dualmesh_torch.agreement import TorchStore, agreed
 from dualmesh_torch.bounded import PATIENCE_S, within

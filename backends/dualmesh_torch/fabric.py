@@ -1,6 +1,6 @@
 """`TorchFabric`: the device meshes and process groups of a `DistributedState`.
 
-Which ranks they are for is planned in `dualmesh.federated_topology`; states have their groups from `groups`.
+Which ranks they are for is planned in `dualmesh.topology.federated_topology`; states have their groups from `groups`.
 """
 
 from collections import Counter
@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualmesh.backend.group_factory import Fabric, Grid
 from dualmesh.errors import RankError, SessionError, listed
-from dualmesh.fabric import Fabric, Grid
-from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.lanes import Membership, RankList
+from dualmesh.topology.averaging import AveragingPlan
+from dualmesh.topology.communicators import Membership, RankList
 from dualmesh_torch.federated import averaged
 from dualmesh_torch.groups import GroupPool, Key
 from dualmesh_torch.party import Party
@@ -134,5 +134,5 @@ class TorchFabric(Fabric):
 
 
 def _hooked(pool: GroupPool, ranks: tuple[int, ...], device_type: str) -> Key:
-    """Return the key of a group that wrappers reduce over from hooks (see `dualmesh.lanes`)."""
+    """Return the key of a group that wrappers reduce over from hooks (see `dualmesh.topology.communicators`)."""
     return pool.key(Membership(RankList(ranks), "param" if len(ranks) > 1 else "data"), device_type)

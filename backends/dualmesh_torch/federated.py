@@ -1,6 +1,6 @@
 """Federated averaging of torch tensors, whole or as the shards of DTensors.
 
-Who exchanges what is planned in `dualmesh.federated_averaging`; whose groups carry it, the caller says.
+Who exchanges what is planned in `dualmesh.topology.averaging`; whose groups carry it, the caller says.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from dualmesh.errors import AgreementError, ArrayTypeError, ShardingError, listed
-from dualmesh.federated_averaging import AveragingPlan, Step
-from dualmesh.tree import leaves, mapped
+from dualmesh.sharding.tree import leaves, mapped
+from dualmesh.topology.averaging import AveragingPlan, Step
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party
 from dualmesh_torch.private import gather

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dualmesh.errors import ArrayTypeError, NotDifferentiableError
-from dualmesh.tree import leaves
+from dualmesh.sharding.tree import leaves
 from dualmesh_torch import eager
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.models import refuse_flat

@@ -1,6 +1,6 @@
 """The pool of process groups: one per list of ranks, backend, device type, options and lane, shared by all states.
 
-Which groups a rank needs is planned in `dualmesh.lanes`; what states do with them is in `state`.
+Which groups a rank needs is planned in `dualmesh.topology.communicators`; what states do with them is in `state`.
 """
 
 import hashlib
@@ -12,13 +12,13 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
-from dualmesh import environment
-from dualmesh.agreement import find_left
+from dualmesh.backend.group_options import GroupOptions
+from dualmesh.backend.state import AxisTable
 from dualmesh.errors import GroupTimeoutError, LostPeerError, listed
-from dualmesh.group_options import GroupOptions
-from dualmesh.lanes import Lane, Membership, RankList
-from dualmesh.layout import Layout
-from dualmesh.state import AxisTable
+from dualmesh.runtime import environment
+from dualmesh.runtime.agreement import find_left
+from dualmesh.topology.communicators import Lane, Membership, RankList
+from dualmesh.topology.layout import Layout
 from dualmesh_torch import private
 from dualmesh_torch.agreement import TorchStore
 from dualmesh_torch.bounded import PATIENCE_S, within

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dualmesh.topology import Axis
-from dualmesh.verbs import HostObjects
+from dualmesh.backend.host import HostObjects
+from dualmesh.topology.topology import Axis
 from dualmesh_torch.exchanges import exchange
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from dualmesh import placements
-from dualmesh.cautions import caution
+from dualmesh._support.warn import caution
 from dualmesh.errors import ShardingError, listed
-from dualmesh.lanes import lane_of
-from dualmesh.layout import Digit, Layout
-from dualmesh.partition_spec import P, check_axes
-from dualmesh.roles import expanded, replica_axes
-from dualmesh.topology import Axis
+from dualmesh.sharding import placements
+from dualmesh.sharding.partition_spec import P, check_axes
+from dualmesh.topology.communicators import lane_of
+from dualmesh.topology.layout import Digit, Layout
+from dualmesh.topology.roles import expanded, replica_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.named_mesh import NamedMesh
 

@@ -1,6 +1,6 @@
 """Whole models in torch: the parameters of a module, or containers of tensors.
 
-How FSDP2 wraps a module is in `units`, how one is born sharded in `births`; plans are in `dualmesh.plan`.
+How FSDP2 wraps a module is in `units`, how one is born sharded in `births`; plans are in `dualmesh.arrays.plan`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dualmesh.backend.plain_models import PlainModels
 from dualmesh.errors import ArrayTypeError
-from dualmesh.partition_spec import P, local_shape
-from dualmesh.plain_models import PlainModels
+from dualmesh.sharding.partition_spec import P, local_shape
 from dualmesh_torch import births, private, units
 from dualmesh_torch.assembly import assembled
 

@@ -1,7 +1,7 @@
 """Modules whose forward always runs in one state, whoever calls it and whenever it is recomputed.
 
 The module's class is replaced by a subclass of it, as `fully_shard` does: the object, its parameters and its keys stay,
-and copies of it are scoped too. What is ambient inside is kept by `dualmesh.scope`.
+and copies of it are scoped too. What is ambient inside is kept by `dualmesh.runtime.scope`.
 """
 
 import functools
@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dualmesh.scope import use_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.backend.state import ParallelState
+from dualmesh.runtime.scope import use_parallel_state
 
 _STATE = "dualmesh_scope"
 _MARK = "dualmesh_is_scoped"

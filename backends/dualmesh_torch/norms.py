@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, NonFiniteError
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 from dualmesh_torch.copies import Block, Held, blocks_of, first_holders, imbalance, is_here
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.models import named_tensors, refuse_flat

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 
 if TYPE_CHECKING:
     from dualmesh_torch.groups import GroupPool

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dualmesh.pending import Pending
+from dualmesh.backend.pending import Pending
 from dualmesh_torch import eager, exchanges, private
 from dualmesh_torch.blocks import fronted, joined
 from dualmesh_torch.dtypes import carried, summable, summable_copy, uncarried, unsummable

@@ -366,7 +366,7 @@ class _NotOfOwnCalls(logging.Filter):
         frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
-            if not name.startswith(("torch", "logging")) and name not in (__name__, "dualmesh.scope"):
+            if not name.startswith(("torch", "logging")) and name not in (__name__, "dualmesh.runtime.scope"):
                 return not name.startswith("dualmesh")
             frame = frame.f_back
         return True

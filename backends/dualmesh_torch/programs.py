@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from dualmesh.arrays.transforms import warn_of_forgotten
+from dualmesh.backend.transforms import Programs
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
-from dualmesh.federated_averaging import AveragingPlan
-from dualmesh.partition_spec import P, check_axes, dim_layouts, global_shape
-from dualmesh.programs import warn_of_forgotten
-from dualmesh.roles import expanded
-from dualmesh.topology import Axis
-from dualmesh.tree import leaves, mapped, spec_tree
-from dualmesh.verbs import Programs
+from dualmesh.sharding.partition_spec import P, check_axes, dim_layouts, global_shape
+from dualmesh.sharding.tree import leaves, mapped, spec_tree
+from dualmesh.topology.averaging import AveragingPlan
+from dualmesh.topology.roles import expanded
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import borrowed, boundary, gradients, norms, private, reductions, scope
 from dualmesh_torch.arrays import TorchArrays, tensor_of
 from dualmesh_torch.assembly import assembled

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
-from dualmesh.registry import registry
-from dualmesh.roles import has_token_roles, token_axes
-from dualmesh.topology import Axis
+from dualmesh.runtime.registry import registry
+from dualmesh.topology.roles import has_token_roles, token_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.copies import is_split, left_out_axes, make_up, ranks_along, summed_ranks, view_of
 from dualmesh_torch.models import clean, named_tensors

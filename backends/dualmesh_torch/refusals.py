@@ -11,11 +11,12 @@ from weakref import WeakSet
 
 import torch
 
-from dualmesh import errors, solo
+from dualmesh import errors
+from dualmesh.backend.transpose_rules import call, gradient
 from dualmesh.errors import OutsideCompileError
-from dualmesh.layout import Layout, clash
-from dualmesh.op_table import call, gradient
-from dualmesh.topology import Topology, combined_layout
+from dualmesh.runtime import single_process
+from dualmesh.topology.layout import Layout, clash
+from dualmesh.topology.topology import Topology, combined_layout
 from dualmesh_torch import private
 
 if TYPE_CHECKING:
@@ -59,10 +60,10 @@ def _refusing() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ask_several_processes() -> str | None:
-    return solo.several_processes()
+    return single_process.several_processes()
 
 
-@torch.compiler.substitute_in_graph(solo.several_processes)
+@torch.compiler.substitute_in_graph(single_process.several_processes)
 def _several_processes() -> str | None:
     found: str | None = _ask_several_processes()  # it reads the environment
     return found

@@ -1,7 +1,7 @@
 """Which scope code belongs to that torch's backward calls: rules, recomputes and hooks run in that of their forward.
 
 Autograd numbers the nodes that a thread makes, so a scope is known by the numbers at its two ends. What is ambient is
-kept by `dualmesh.scope`; what compiled code reads of it is in `scope`.
+kept by `dualmesh.runtime.scope`; what compiled code reads of it is in `scope`.
 """
 
 import functools
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dualmesh import scope as core
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ScopeError, listed
-from dualmesh.scope import Scope
-from dualmesh.state import ParallelState
+from dualmesh.runtime import scope as core
+from dualmesh.runtime.scope import Scope
 from dualmesh_torch import private
 
 _KEY = "dualmesh_scope"
@@ -127,7 +127,7 @@ def _carried() -> Scope | None:
 
 
 class TorchReplay:
-    """What `dualmesh.scope` asks of torch's autograd."""
+    """What `dualmesh.runtime.scope` asks of torch's autograd."""
 
     def __init__(self) -> None:
         self.made = private.nodes_made()

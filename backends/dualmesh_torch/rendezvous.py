@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from dualmesh import environment
-from dualmesh.agreement import Matter, count_left, leave
-from dualmesh.backend import Launch
+from dualmesh.backend.backend import Launch
+from dualmesh.runtime import environment
+from dualmesh.runtime.agreement import Matter, count_left, leave
 from dualmesh_torch.agreement import TorchStore, agreed
 from dualmesh_torch.bounded import PATIENCE_S, within
 

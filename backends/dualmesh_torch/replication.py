@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ShardingError
-from dualmesh.partition_spec import P, slices_of
+from dualmesh.sharding.partition_spec import P, slices_of
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dualmesh.versions import newer
+from dualmesh._support.versions import newer
 from dualmesh_torch.supported import NEWEST
 
 

@@ -1,6 +1,6 @@
 """An array handed from one state to another: one exchange among the ranks of both, and the exchange back.
 
-Who sends what to whom is planned in `dualmesh.reshards`; layouts within a state are in `arrays`.
+Who sends what to whom is planned in `dualmesh.sharding.redistribution`; layouts within a state are in `arrays`.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
-from dualmesh.partition_spec import P, global_shape, local_shape
-from dualmesh.reshards import Placed, Reshard, Slices
+from dualmesh.sharding.partition_spec import P, global_shape, local_shape
+from dualmesh.sharding.redistribution import Placed, Reshard, Slices
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.dtypes import KINDS, carried, uncarried
 from dualmesh_torch.exchanges import exchange

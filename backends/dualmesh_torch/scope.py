@@ -1,7 +1,7 @@
 """The scope in compiled code, which cannot read a ContextVar, and blocks that are recomputed in it.
 
-The fact itself is kept in `dualmesh.scope`; this module replaces its readers. Whose scope code is in that autograd
-calls is in `regions`.
+The fact itself is kept in `dualmesh.runtime.scope`; this module replaces its readers. Whose scope code is in that
+autograd calls is in `regions`.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpointing
 
-from dualmesh import scope as core
-from dualmesh.scope import Scope
-from dualmesh.state import ParallelState
-from dualmesh.unscoped import check_unscoped
+from dualmesh.backend.state import ParallelState
+from dualmesh.runtime import scope as core
+from dualmesh.runtime.scope import Scope
+from dualmesh.runtime.thread_check import check_unscoped
 from dualmesh_torch import private
 
 RECOMPILE_LIMIT = (

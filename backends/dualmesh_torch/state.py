@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dualmesh import lanes
+from dualmesh.backend.group_options import checked_timeout
+from dualmesh.backend.state import AxisTable, ParallelState
+from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import RankError, ShardingError, listed
-from dualmesh.group_options import checked_timeout
-from dualmesh.layout import Layout
-from dualmesh.partition_spec import P
-from dualmesh.roles import expanded
-from dualmesh.state import AxisTable, ParallelState
-from dualmesh.state_plan import StatePlan, World
-from dualmesh.topology import Axis
+from dualmesh.sharding.partition_spec import P
+from dualmesh.topology import communicators
+from dualmesh.topology.layout import Layout
+from dualmesh.topology.roles import expanded
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on_group
 from dualmesh_torch.arrays import TorchArrays
@@ -70,20 +70,20 @@ class TorchState(ParallelState):
         """Return the groups that this rank needs from the start. *Pure.*"""
         if not self._member:
             return []
-        needs = lanes.distinct(self.topology, self._place, self.plan.ranks, self._needs)
+        needs = communicators.distinct(self.topology, self._place, self.plan.ranks, self._needs)
         return [self._key(need) for need in needs]
 
     @cached_property
-    def _needs(self) -> dict[Axis, lanes.Membership]:
+    def _needs(self) -> dict[Axis, communicators.Membership]:
         """What this rank needs from the start, by axis."""
         if not self._member:
             return {}
         known = self._pool.planned.setdefault((self.plan.ranks, self.topology.members), {})
-        return lanes.memberships(self.topology, self._place, self.plan.ranks, known)
+        return communicators.memberships(self.topology, self._place, self.plan.ranks, known)
 
     def everyones_keys(self) -> list[Key]:
         """Return the groups that all ranks of the state together need from the start. *Pure*, O(world)."""
-        return [self._key(need) for need in lanes.everyones(self.topology, self.plan.ranks)]
+        return [self._key(need) for need in communicators.everyones(self.topology, self.plan.ranks)]
 
     def take(self, groups: dict[Key, Group]) -> None:
         """Keep groups that the pool gave, by axis. *Local.*"""
@@ -110,11 +110,11 @@ class TorchState(ParallelState):
     def group_along(self, layout: Layout) -> Group:
         """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
         grid = (rank + self.topology.rank_offset for rank in layout.ranks(self.topology.position(self._place)))
-        return self._group_of(lanes.Membership(lanes.RankList(map(self.session_rank, grid)), "data"))
+        return self._group_of(communicators.Membership(communicators.RankList(map(self.session_rank, grid)), "data"))
 
     def party_over(self, ranks: tuple[int, ...]) -> Party:
         """Return this rank's place among session ranks, members or not; made at first use. *Collective over them.*"""
-        group = self._group_of(lanes.Membership(lanes.RankList(ranks), "data"))
+        group = self._group_of(communicators.Membership(communicators.RankList(ranks), "data"))
         return Party(group, len(ranks), ranks.index(self._pool.rank), self._pool, self)
 
     def everyone_on(self, mesh: DeviceMesh) -> Everyone:
@@ -124,18 +124,18 @@ class TorchState(ParallelState):
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
         self.size(axis)
-        return self._group_of(self._need(axis, lanes.lane_of(self.topology, axis)))
+        return self._group_of(self._need(axis, communicators.lane_of(self.topology, axis)))
 
-    def _need(self, axis: Axis, lane: lanes.Lane) -> lanes.Membership:
+    def _need(self, axis: Axis, lane: communicators.Lane) -> communicators.Membership:
         """Return the ranks of this rank's group along an axis, in a lane; not in compiled code."""
         if torch.compiler.is_compiling():
             refuse_unmade(axis)
         known = self._needs.get(axis)
         if known is not None:
             return known._replace(lane=lane if len(known.ranks) > 1 else "data")
-        return lanes.membership(self.topology, axis, lane, self._place, self.plan.ranks)
+        return communicators.membership(self.topology, axis, lane, self._place, self.plan.ranks)
 
-    def _group_of(self, need: lanes.Membership) -> Group:
+    def _group_of(self, need: communicators.Membership) -> Group:
         key = self._key(need)
         found = self._held.get(key)
         if found is not None:
@@ -171,7 +171,7 @@ class TorchState(ParallelState):
         for group in self._held.values():
             private.set_timeout(group, timedelta(seconds=timeout_s))
 
-    def _key(self, need: lanes.Membership) -> Key:
+    def _key(self, need: communicators.Membership) -> Key:
         return self._pool.key(need, self.device_type, self.plan.group_options, self._owner)
 
     # -- meshes ----------------------------------------------------------------------------------------------------

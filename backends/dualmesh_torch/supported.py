@@ -5,7 +5,7 @@ What differs between the versions that work is in `private`.
 
 import torch
 
-from dualmesh.versions import refuse_older
+from dualmesh._support.versions import refuse_older
 
 LEAST = "2.11"
 """Older ones were not tried: groups by their members alone, and FSDP2's reductions, look different in them."""

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShardingError
-from dualmesh.state import ParallelState
 from dualmesh.testing import instruments
 from dualmesh_torch import private
 

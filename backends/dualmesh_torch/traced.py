@@ -1,4 +1,4 @@
-"""The collectives of `op_table` in compiled code: functional operators, which torch.compile takes into its graph.
+"""The collectives of `transpose_rules` in compiled code: functional operators that torch.compile traces.
 
 Outside compiled code `eager` and the gradients in `collectives` take their place.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dualmesh.op_table import WITHOUT_GRADIENT, Call, call, gradient
-from dualmesh.topology import Axis
+from dualmesh.backend.transpose_rules import WITHOUT_GRADIENT, Call, call, gradient
+from dualmesh.topology.topology import Axis
 from dualmesh_torch import pair, ragged
 from dualmesh_torch.blocks import fronted, gathered_shape, joined
 from dualmesh_torch.dtypes import carried, resolved, summable, uncarried, unsummable

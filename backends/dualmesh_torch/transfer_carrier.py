@@ -1,6 +1,6 @@
 """`TorchCarrier`: the process group of a transfer group, beside each process' own world.
 
-Who joins is settled in `dualmesh.transfer_groups`. The group meets in a store of its own, which rank 0 serves.
+Who joins is settled in `dualmesh.weights.group`. The group meets in a store of its own, which rank 0 serves.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from dualmesh.backend.carrier import Carrier
 from dualmesh.errors import AgreementError, listed
-from dualmesh.transfer_carriers import Carrier
 from dualmesh_torch import private
 
 

@@ -1,6 +1,6 @@
 """Trees of torch tensors moved between states by point-to-point messages.
 
-Who sends what to whom is planned in `dualmesh.transfer_plan`, when in `dualmesh.transfer_run`.
+Who sends what to whom is planned in `dualmesh.weights.plan`, when in `dualmesh.weights.executor`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import AgreementError, ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
-from dualmesh.partition_spec import P, global_shape
-from dualmesh.paths import leaves_by_path, path_tree
-from dualmesh.reshards import Placed
-from dualmesh.transfer_ends import End, Fused
-from dualmesh.transfer_plan import Message, Piece, TransferPlan, plan_transfer
-from dualmesh.transfer_run import Blocks, Wire, carry, message_bytes
-from dualmesh.transferring import TransferJob
+from dualmesh.sharding.param_paths import leaves_by_path, path_tree
+from dualmesh.sharding.partition_spec import P, global_shape
+from dualmesh.sharding.redistribution import Placed
+from dualmesh.weights.endpoints import End, Fused
+from dualmesh.weights.executor import Blocks, Wire, carry, message_bytes
+from dualmesh.weights.plan import Message, Piece, TransferPlan, plan_transfer
+from dualmesh.weights.transfer import TransferJob
 from dualmesh_torch.assembly import assembled
 from dualmesh_torch.exchanges import exchange
 from dualmesh_torch.party import Party

@@ -1,6 +1,6 @@
 """FSDP2 by a plan: which modules are wrapped over which mesh, and which parameters are DTensors before.
 
-Which spec a parameter gets is in `dualmesh.plan`; meshes are in `meshes`.
+Which spec a parameter gets is in `dualmesh.arrays.plan`; meshes are in `meshes`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dualmesh.errors import ShardingError, listed
-from dualmesh.partition_spec import P, split_axes
-from dualmesh.paths import Pattern
-from dualmesh.roles import expanded, has_token_roles, param_axes, replica_axes, token_axes
-from dualmesh.topology import Axis
+from dualmesh.sharding.param_paths import Pattern
+from dualmesh.sharding.partition_spec import P, split_axes
+from dualmesh.topology.roles import expanded, has_token_roles, param_axes, replica_axes, token_axes
+from dualmesh.topology.topology import Axis
 from dualmesh_torch.copies import make_up, summed_ranks
 
 if TYPE_CHECKING:

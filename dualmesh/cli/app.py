@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from dualmesh._support.optional_imports import imported
 from dualmesh.cli import check, doctor, draw, plan, show
 from dualmesh.cli.command_flags import Flag, read, words
 from dualmesh.cli.report import ABSENT, EXTRA, USAGE, Report, printed
 from dualmesh.errors import ArgumentError, DualmeshError, MissingPackageError, did_you_mean, listed
-from dualmesh.extras import imported
 
 CODES = """\
 Exit codes: 0 all is well; 1 a problem was found (check, doctor); 2 the question is wrong: an unknown command or flag,

@@ -1,6 +1,6 @@
 """`dualmesh check`: is a configuration file right, and does it fit a world.
 
-Files are read in `configuration`.
+Files are read in `config`.
 """
 
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from typing import Any
 from dualmesh.cli.command_flags import NODES, WORLD
 from dualmesh.cli.report import PROBLEM, Report, Table
 from dualmesh.cli.show import text_of
-from dualmesh.configuration import Configuration
+from dualmesh.config import Configuration
 from dualmesh.errors import ArgumentError, SpecError, counted
-from dualmesh.resolution import positive
+from dualmesh.topology.resolve import positive
 
 SUMMARY = "read a YAML or TOML file of named states; every problem with its line"
 FLAGS = (WORLD, NODES)

@@ -1,16 +1,16 @@
 """The flags of a command, defined with absl, and a command line read by them.
 
-Flags that describe topologies are those of `dualmesh.flags`, under shorter names too.
+Flags that describe topologies are those of `dualmesh.config.flags`, under shorter names too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from dualmesh import flags as parallel_flags
+from dualmesh._support.optional_imports import imported
 from dualmesh.cli.report import EXTRA
-from dualmesh.configuration.schema import BY_NAME, ENDING, FIELDS, canonical
+from dualmesh.config import flags as parallel_flags
+from dualmesh.config.schema import BY_NAME, ENDING, FIELDS, canonical
 from dualmesh.errors import ArgumentError, closest, listed
-from dualmesh.extras import imported
 
 ALIASES: Mapping[str, str] = {
     "config": parallel_flags.FILE[0],

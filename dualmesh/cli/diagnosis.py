@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
 
-from dualmesh import discovery, environment, versions
-from dualmesh.configuration import Configuration
-from dualmesh.configuration.named_states import settings_in
+from dualmesh._support import versions
+from dualmesh._support.optional_imports import metadata
+from dualmesh.backend import discovery
+from dualmesh.config import Configuration
+from dualmesh.config.named_states import settings_in
 from dualmesh.errors import DualmeshError, did_you_mean, listed
-from dualmesh.lazy import metadata
+from dualmesh.runtime import environment
 
 Status = Literal["ok", "note", "problem"]
 

@@ -12,7 +12,7 @@ from dualmesh.cli.diagnosis import Finding, frameworks, installed, packages, por
 from dualmesh.cli.framework_probes import looked_at
 from dualmesh.cli.report import PROBLEM, Report, Table
 from dualmesh.errors import ArgumentError, counted, did_you_mean, listed
-from dualmesh.resolution import positive
+from dualmesh.topology.resolve import positive
 
 SUMMARY = "versions, devices, environment, two ranks per framework; what is wrong and how to mend it"
 FLAGS = (

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.cli.diagnosis import Finding, halves
 from dualmesh.cli.probe import MARK, SMOKE_RANKS
-from dualmesh.environment import TORCHRUN
 from dualmesh.errors import BackendImportError, counted, listed
+from dualmesh.runtime.environment import TORCHRUN
 
 EARLY = "importing {modules} starts {name}, which then cannot join other processes and cannot be given more devices"
 EARLY_CURE = (

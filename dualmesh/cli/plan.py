@@ -1,6 +1,6 @@
 """`dualmesh plan`: the communicators of a rank, what a training step sends through them, and which sizes fit.
 
-Bytes come from `traffic`, communicators from `lanes`.
+Bytes come from `traffic`, communicators from `communicators`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from dualmesh.cli.report import Report, Table
 from dualmesh.cli.selection import chosen_rank, selected
 from dualmesh.cli.show import heading, text_of
 from dualmesh.cli.traffic import Model, bytes_held, data_size, traffic
-from dualmesh.configuration import StateConfig
+from dualmesh.config import StateConfig
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
-from dualmesh.lanes import Membership, loss_membership, memberships
-from dualmesh.layout import divisors
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE, leaves_node
-from dualmesh.resolution import positive
-from dualmesh.topology import Axis, Topology
-from dualmesh.usual import BASE_AXES
+from dualmesh.topology.communicators import Membership, loss_membership, memberships
+from dualmesh.topology.layout import divisors
+from dualmesh.topology.parallel_spec import BASE_AXES
+from dualmesh.topology.resolve import positive
+from dualmesh.topology.topology import Axis, Topology
 
 SUMMARY = "communicators of a rank, bytes of a training step, sizes that fit a world"
 FLAGS = (

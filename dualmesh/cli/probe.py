@@ -10,13 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dualmesh import discovery, session
-from dualmesh.arrays import distribute, to_numpy
-from dualmesh.initialization import init_parallel_state
-from dualmesh.lazy import np
+from dualmesh import session
+from dualmesh._support.optional_imports import np
+from dualmesh.arrays.distribute import distribute, to_numpy
+from dualmesh.arrays.transforms import shard_map
+from dualmesh.backend import discovery
 from dualmesh.ops import all_reduce
-from dualmesh.partition_spec import P
-from dualmesh.programs import shard_map
+from dualmesh.runtime.init import init_parallel_state
+from dualmesh.sharding.partition_spec import P
 
 MARK = "dualmesh-probe:"
 SMOKE_RANKS = 2

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh.extras import imported
+from dualmesh._support.optional_imports import imported
 
 EXTRA = "absl-py rich PyYAML"
 """What to install for the command line."""

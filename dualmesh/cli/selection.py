@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from dualmesh.configuration import Configuration
+from dualmesh.config import Configuration
+from dualmesh.config.flags import config_from_flags
 from dualmesh.errors import ArgumentError, RankError
-from dualmesh.flags import config_from_flags
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE
-from dualmesh.resolution import positive
-from dualmesh.spec import TopologySpec
-from dualmesh.topology import Topology
+from dualmesh.topology.resolve import positive
+from dualmesh.topology.spec import TopologySpec
+from dualmesh.topology.topology import Topology
 
 
 class Selection(NamedTuple):

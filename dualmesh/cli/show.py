@@ -11,8 +11,8 @@ from dualmesh.cli.report import Report, Table
 from dualmesh.cli.selection import chosen_rank, selected
 from dualmesh.errors import counted, listed
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, facts, neighbours, views
-from dualmesh.spec import TopologySpec
-from dualmesh.topology import Topology
+from dualmesh.topology.spec import TopologySpec
+from dualmesh.topology.topology import Topology
 
 SUMMARY = "axes, sizes, strides, groups, which axes cross nodes; one rank's neighbours"
 FLAGS = (WORLD, NODES, Flag("rank", "integer", "a rank whose indices and neighbours are shown"))

@@ -5,7 +5,7 @@ reduce-scattered once), kept in copies over "replicate", layers dealt out over "
 GShard (Lepikhin et al. 2020); axes that the roles leave over are tensor parallel as in Megatron-LM (Shoeybi et al.
 2019). Roles do not say how attention sees a whole "sequence": along the usual axis "ulysses" as in Jacobs et al. 2023,
 along all others as in ring attention (Liu et al. 2023). Rings send (n-1)/n of what they gather or scatter, all-reduce
-twice that. Communicators are planned in `lanes`.
+twice that. Communicators are planned in `communicators`.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dualmesh.errors import ArgumentError
-from dualmesh.layout import overlap
-from dualmesh.roles import expanded, expert_views, has_token_roles, param_axes, replica_axes, stage_axes, token_axes
-from dualmesh.topology import Axis, Topology
-from dualmesh.usual import ULYSSES
+from dualmesh.topology.layout import overlap
+from dualmesh.topology.parallel_spec import ULYSSES
+from dualmesh.topology.roles import (
+    expanded,
+    expert_views,
+    has_token_roles,
+    param_axes,
+    replica_axes,
+    stage_axes,
+    token_axes,
+)
+from dualmesh.topology.topology import Axis, Topology
 
 BYTES_WITH_ADAM = 16
 """Per parameter: 2 for weights, 2 for gradients, 12 for fp32 weights and Adam's moments (Rajbhandari et al. 2020)."""

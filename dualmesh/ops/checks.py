@@ -6,12 +6,11 @@ The collectives themselves are in `collectives`, `pairs` and `ragged`.
 import operator
 from typing import Any
 
-from dualmesh.ambient import meant
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
-from dualmesh.resolution import whole
-from dualmesh.scope import current_scope
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.runtime.scope import current_scope, meant
+from dualmesh.topology.resolve import whole
+from dualmesh.topology.topology import Axis
 
 KINDS = {
     "sum": ("integer", "float", "complex"),

@@ -1,13 +1,15 @@
 """The collectives: per-rank blocks in, per-rank blocks out, one meaning on every backend.
 
-Arguments are checked in `checks`; what happens to the arrays is in the backends (`verbs.Collectives`), the gradient
-contract in `op_table`.
+Arguments are checked in `checks`; what happens to the arrays is in the backends (`Collectives`), the gradient
+contract in `transpose_rules`.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from dualmesh.arguments import flag_of, items_of
+from dualmesh._support.checks import flag_of, items_of
+from dualmesh.backend.pending import Finished, Pending
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.ops.checks import (
     KINDS,
@@ -19,10 +21,8 @@ from dualmesh.ops.checks import (
     least_size,
     resolved,
 )
-from dualmesh.pending import Finished, Pending
-from dualmesh.resolution import whole
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology.resolve import whole
+from dualmesh.topology.topology import Axis
 
 
 def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | None = None, async_: bool = False) -> Any:

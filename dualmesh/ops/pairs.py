@@ -6,9 +6,9 @@ For per-rank code whose objective counts a loss once that every index of the axi
 
 from typing import Any
 
+from dualmesh.backend.state import ParallelState
 from dualmesh.ops.checks import KINDS, admitted, check_reduction
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 
 
 def enter(x: Any, axis: Axis, *, state: ParallelState | None = None) -> Any:

@@ -6,12 +6,12 @@ Equal parts are exchanged by `collectives.all_to_all`.
 import operator
 from typing import Any
 
-from dualmesh.arguments import items_of
+from dualmesh._support.checks import items_of
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.ops.checks import admitted, checked_dim
-from dualmesh.resolution import positive
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology.resolve import positive
+from dualmesh.topology.topology import Axis
 
 
 def ragged_all_to_all(

@@ -6,8 +6,8 @@ Tables, pictures and the command line show these; one rank's answers for code ar
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dualmesh.layout import Digit, Layout
-from dualmesh.topology import Axis, Topology
+from dualmesh.topology.layout import Digit, Layout
+from dualmesh.topology.topology import Axis, Topology
 
 GPUS_PER_NODE = 8
 _FIRST = 8

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from html import escape
 
-from dualmesh.extras import imported
+from dualmesh._support.optional_imports import imported
 from dualmesh.pictures.shapes import DARK, LIGHT, Box, Canvas, Theme, Words
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"

@@ -8,8 +8,8 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
-from dualmesh.layout import Digit, Layout, divisors
-from dualmesh.topology import Topology
+from dualmesh.topology.layout import Digit, Layout, divisors
+from dualmesh.topology.topology import Topology
 
 MAX_CELLS = 512
 """Ranks that get a cell of their own; of a larger world a cell is a block of consecutive ranks."""

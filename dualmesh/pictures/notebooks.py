@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE
 from dualmesh.pictures.picture import Picture, axes_table, html_table
-from dualmesh.topology import Topology
+from dualmesh.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dualmesh.spec import TopologySpec
-    from dualmesh.state import ParallelState
+    from dualmesh.backend.state import ParallelState
+    from dualmesh.topology.spec import TopologySpec
 
 
 def topology_html(topology: Topology, name: str = "topology") -> str:

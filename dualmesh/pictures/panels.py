@@ -11,7 +11,7 @@ from dualmesh.errors import counted
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, views
 from dualmesh.pictures.grid import Grid
 from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, text_width, wrapped
-from dualmesh.topology import Topology
+from dualmesh.topology.topology import Topology
 
 _MARGIN = 24.0
 _GAP = 18.0

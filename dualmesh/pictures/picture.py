@@ -8,14 +8,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dualmesh.arguments import is_one_of
+from dualmesh._support.checks import is_one_of
 from dualmesh.errors import ArgumentError, RankError, did_you_mean, listed
 from dualmesh.pictures.axis_facts import GPUS_PER_NODE, facts
 from dualmesh.pictures.files import png, svg
 from dualmesh.pictures.panels import picture
 from dualmesh.pictures.shapes import THEMES, Theme
-from dualmesh.resolution import positive
-from dualmesh.topology import Topology
+from dualmesh.topology.resolve import positive
+from dualmesh.topology.topology import Topology
 
 SUFFIXES = (".svg", ".png", ".html")
 

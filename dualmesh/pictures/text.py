@@ -1,6 +1,6 @@
 """A topology as text for people: the rank grid and the groups of every axis, or a summary of a large one.
 
-What a topology answers to code is in `topology`; the compact text that can be read back is in `notation`.
+What a topology answers to code is in `topology`; the compact text that can be read back is in `spec_string`.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from dualmesh.errors import counted
-from dualmesh.layout import Layout
+from dualmesh.topology.layout import Layout
 
 if TYPE_CHECKING:
-    from dualmesh.topology import Topology
+    from dualmesh.topology.topology import Topology
 
 DRAWN_RANKS = 64
 """Ranks up to which the grid is drawn; a larger world gets a summary."""

@@ -14,7 +14,22 @@ from dualmesh.sequence.blocks import (
     token_weighted_mean,
     unpad_sequence,
 )
-from dualmesh.sequence.getters import (
+from dualmesh.sequence.ring import ring_attention, segment_ids
+from dualmesh.sequence.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads, ulysses_attention
+from dualmesh.sequence.veomni import (
+    gather_outputs,
+    gather_seq_scatter_heads_qkv,
+    pad_tensor,
+    reduce_sequence_parallel_loss,
+    slice_input_tensor,
+    slice_input_tensor_scale_grad,
+    sp_gather_seqs,
+    sp_pad,
+    sp_pad_and_slice,
+    sp_take_own_seq,
+    unpad_tensor,
+)
+from dualmesh.sequence.veomni_getters import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_world_size,
@@ -30,21 +45,6 @@ from dualmesh.sequence.getters import (
     is_context_parallel_initialized,
     is_ulysses_sequence_parallel_initialized,
 )
-from dualmesh.sequence.ring import ring_attention, segment_ids
-from dualmesh.sequence.seed import (
-    gather_outputs,
-    gather_seq_scatter_heads_qkv,
-    pad_tensor,
-    reduce_sequence_parallel_loss,
-    slice_input_tensor,
-    slice_input_tensor_scale_grad,
-    sp_gather_seqs,
-    sp_pad,
-    sp_pad_and_slice,
-    sp_take_own_seq,
-    unpad_tensor,
-)
-from dualmesh.sequence.ulysses import gather_heads_scatter_seq, gather_seq_scatter_heads, ulysses_attention
 
 __all__ = [
     "balanced",

@@ -6,13 +6,13 @@ Attention over a split sequence is in `ulysses` and `ring`.
 from typing import Any
 
 from dualmesh import ops
-from dualmesh.ambient import meant
+from dualmesh._support.optional_imports import array_api_compat
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
-from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
-from dualmesh.resolution import positive, whole
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.runtime.scope import meant
+from dualmesh.topology.resolve import positive, whole
+from dualmesh.topology.topology import Axis
 
 
 def slice_sequence(

@@ -8,11 +8,11 @@ from typing import Any
 from zlib import crc32
 
 from dualmesh import ops
+from dualmesh._support.optional_imports import array_api_compat
 from dualmesh.errors import ArrayTypeError, ShapeError
-from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim
 from dualmesh.ops.ragged import plain_counts
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 

@@ -7,14 +7,13 @@ import math
 from typing import Any
 
 from dualmesh import ops
-from dualmesh.ambient import meant
+from dualmesh._support.optional_imports import array_api_compat
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
-from dualmesh.lazy import array_api_compat
-from dualmesh.resolution import positive
-from dualmesh.scope import get_parallel_state, scope_name
+from dualmesh.runtime.scope import get_parallel_state, meant, scope_name
 from dualmesh.sequence.blocks import sequence_positions
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology.resolve import positive
+from dualmesh.topology.topology import Axis
 
 _MASKED = -1e30
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from dualmesh import ops
+from dualmesh._support.optional_imports import array_api_compat
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShapeError
-from dualmesh.lazy import array_api_compat
 from dualmesh.ops.checks import checked_dim, resolved
 from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
+from dualmesh.topology.topology import Axis
 
 
 def gather_seq_scatter_heads(

@@ -7,18 +7,18 @@ in `places`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dualmesh.arguments import items_of
+from dualmesh._support.checks import items_of
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArgumentError, listed
-from dualmesh.lazy import np
-from dualmesh.partition_spec import is_spec
-from dualmesh.paths import leaves_by_path
-from dualmesh.resolution import whole
+from dualmesh.sharding.param_paths import leaves_by_path
+from dualmesh.sharding.partition_spec import is_spec
+from dualmesh.sharding.tree import leaves
 from dualmesh.testing.differences import Difference, Ranks, differing, refuse_differences
 from dualmesh.testing.measurement import Measured, Program, measured, weights_of
 from dualmesh.testing.places import Place, place_named
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S
 from dualmesh.testing.topologies import AnyTopology, in_world
-from dualmesh.tree import leaves
+from dualmesh.topology.resolve import whole
 
 EVERYWHERE = ("sim", "torch", "jax_x64")
 NOTHING_TO_COMPARE = (

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArgumentError, DifferenceError
-from dualmesh.lazy import np
-from dualmesh.paths import leaves_by_path
+from dualmesh.sharding.param_paths import leaves_by_path
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

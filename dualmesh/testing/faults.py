@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import dualmesh
-from dualmesh.lazy import array_api_compat
-from dualmesh.scope import get_parallel_state
+from dualmesh._support.optional_imports import array_api_compat
+from dualmesh.backend.collectives import Collectives
+from dualmesh.backend.state import ParallelState
+from dualmesh.runtime.scope import get_parallel_state
 from dualmesh.sequence import ring
-from dualmesh.state import ParallelState
-from dualmesh.topology import Axis
-from dualmesh.verbs import Collectives
+from dualmesh.topology.topology import Axis
 
 MOVING = ("all_gather", "all_to_all", "broadcast", "permute", "shift", "ragged_all_to_all")
 SUMMING = ("all_reduce", "reduce_scatter", "leave")

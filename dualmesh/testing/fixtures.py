@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dualmesh.session import Session
-from dualmesh.starting import session
+from dualmesh.runtime.launch import session
+from dualmesh.runtime.session import Session
 from dualmesh.testing.leftovers import left_as_found
 from dualmesh.testing.places import run_on
 

@@ -9,16 +9,16 @@ from contextlib import ContextDecorator, ExitStack
 from types import TracebackType
 from typing import Any
 
-from dualmesh.arguments import is_one_of
+from dualmesh._support.checks import is_one_of
+from dualmesh.backend.pending import Finished
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.pending import Finished
-from dualmesh.registry import registry
-from dualmesh.roles import expanded
-from dualmesh.state import ParallelState
+from dualmesh.runtime.registry import registry
 from dualmesh.testing.faults import FAULTS, Called, Fault, Patch
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.taps import place, watch
-from dualmesh.topology import Axis
+from dualmesh.topology.roles import expanded
+from dualmesh.topology.topology import Axis
 
 _ids = itertools.count()
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from dualmesh import discovery
+from dualmesh.backend import discovery
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import BackendError
-from dualmesh.state import ParallelState
 
 
 class Held(NamedTuple):

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dualmesh import discovery, scope
-from dualmesh.debugging import switch
-from dualmesh.registry import registry
+from dualmesh.backend import discovery
+from dualmesh.runtime import scope
+from dualmesh.runtime.debug import switch
+from dualmesh.runtime.registry import registry
 from dualmesh.testing.differences import Difference, refuse_differences
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.taps import watch

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dualmesh import programs
-from dualmesh.arrays import distribute, to_numpy
+from dualmesh._support.optional_imports import array_api_compat, np
+from dualmesh.arrays import transforms
+from dualmesh.arrays.distribute import distribute, to_numpy
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError
-from dualmesh.initialization import init_parallel_state
-from dualmesh.lazy import array_api_compat, np
-from dualmesh.partition_spec import P, slices_of
-from dualmesh.paths import with_paths
-from dualmesh.state import ParallelState
+from dualmesh.runtime.init import init_parallel_state
+from dualmesh.sharding.param_paths import with_paths
+from dualmesh.sharding.partition_spec import P, slices_of
+from dualmesh.sharding.tree import leaves, mapped, spec_tree
 from dualmesh.testing.differences import Difference
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.noise import noise_block
 from dualmesh.testing.sharded import diverged, misplaced
-from dualmesh.tree import leaves, mapped, spec_tree
 
 
 class Program(NamedTuple):
@@ -66,7 +66,7 @@ def measured(program: Program, spec: Any, ranks: Sequence[int] | None) -> Measur
     fn, inputs, in_specs, out_specs, wrt, rtol = program
     in_tree = spec_tree(in_specs, inputs, what="compare_places in_specs")
     args = mapped(distribute, inputs, in_tree)
-    lifted = programs.shard_map(fn, in_specs, out_specs)
+    lifted = transforms.shard_map(fn, in_specs, out_specs)
     result = lifted(*args)
     out_tree = spec_tree(out_specs, result, what="compare_places out_specs")
     if not list(leaves(result)):
@@ -77,7 +77,7 @@ def measured(program: Program, spec: Any, ranks: Sequence[int] | None) -> Measur
         weights = mapped(
             lambda weight, spec: distribute(weight, _unsummed(spec)), weights_of(result, to_numpy), out_tree
         )
-        run = instruments_of(state.backend).compiled(programs.value_and_grad(_objective(lifted, out_tree), wrt))
+        run = instruments_of(state.backend).compiled(transforms.value_and_grad(_objective(lifted, out_tree), wrt))
         named = {f"input {number}": x for number, x in zip(wrt, run(*args, weights)[1], strict=True)}
         found.note("gradients", named, {f"input {number}": in_tree[number] for number in wrt}, state, rtol)
     return found
@@ -115,7 +115,7 @@ def _objective(lifted: Callable[..., Any], out_tree: Any) -> Callable[..., Any]:
             raise ArgumentError("compare_places: wrt asks for gradients, but no result is real floating-point.")
         results, factors, split = zip(*kept, strict=True)
         sums = tuple(P(partial=spec.axes) for spec in split)
-        total: Any = sum(programs.shard_map(weighted, (split, split), sums)(results, factors))
+        total: Any = sum(transforms.shard_map(weighted, (split, split), sums)(results, factors))
         return total
 
     return objective

@@ -1,15 +1,15 @@
 """Random arrays whose elements depend on their global position only: the same on every topology and framework.
 
-Seeds that differ by rank are in `dualmesh.seeds`.
+Seeds that differ by rank are in `dualmesh.runtime.rng`.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.ambient import meant
-from dualmesh.arrays import local_slices, shard_local
-from dualmesh.lazy import np
-from dualmesh.state import ParallelState
+from dualmesh._support.optional_imports import np
+from dualmesh.arrays.distribute import local_slices, shard_local
+from dualmesh.backend.state import ParallelState
+from dualmesh.runtime.scope import meant
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dualmesh.lazy import cloudpickle
+from dualmesh._support.optional_imports import cloudpickle
 
 _importable: dict[str, bool] = {}
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh.arguments import items_of
+from dualmesh._support.checks import items_of
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArgumentError, ShapeError, did_you_mean, listed
-from dualmesh.lazy import np
 from dualmesh.testing.transforms import Transform, same
 
 Names = tuple[str, ...]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh.addresses import free_port
-from dualmesh.arguments import is_one_of
+from dualmesh._support.checks import is_one_of
+from dualmesh._support.ports import free_port
 from dualmesh.errors import ArgumentError, did_you_mean, listed
-from dualmesh.starting import session
+from dualmesh.runtime.launch import session
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S, Pool, retire
 

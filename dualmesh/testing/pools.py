@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+from dualmesh._support.optional_imports import cloudpickle
 from dualmesh.errors import WorkerError
-from dualmesh.lazy import cloudpickle
 from dualmesh.testing.packing import packed
 
 DEFAULT_TIMEOUT_S = 120.0

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualmesh.arrays import to_numpy
+from dualmesh.arrays.distribute import to_numpy
 from dualmesh.errors import ArgumentError
-from dualmesh.initialization import init_parallel_state
+from dualmesh.runtime.init import init_parallel_state
 from dualmesh.testing.differences import Difference, difference, refuse_differences
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.param_map import ParamMap

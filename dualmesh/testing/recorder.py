@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dualmesh import host
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import RecordingError
-from dualmesh.scope import get_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.ops import host
+from dualmesh.runtime.scope import get_parallel_state
 from dualmesh.testing.differences import Difference, refuse_differences
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.recordings import Entry, Recording, compare_recordings, load, refuse_taken, save

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import RecordingError, counted, listed
-from dualmesh.lazy import np
 from dualmesh.testing.differences import Difference, difference, largest
 
 if TYPE_CHECKING:

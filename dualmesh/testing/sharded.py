@@ -1,23 +1,23 @@
 """Whether arrays really lie where a plan says: right values with lost shards are a failure.
 
-What a plan says is in `dualmesh.plan`; how a backend shows its shards, in `instruments`.
+What a plan says is in `dualmesh.arrays.plan`; how a backend shows its shards, in `instruments`.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dualmesh._support.optional_imports import np
+from dualmesh.arrays.plan import ShardingPlan
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShardingError
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P, is_spec, slices_of
-from dualmesh.paths import leaves_by_path, with_paths
-from dualmesh.plan import ShardingPlan
-from dualmesh.scope import get_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.runtime.scope import get_parallel_state
+from dualmesh.sharding.param_paths import leaves_by_path, with_paths
+from dualmesh.sharding.partition_spec import P, is_spec, slices_of
+from dualmesh.sharding.tree import leaves, spec_tree
 from dualmesh.testing.differences import Difference, Ranks, difference, largest, refuse_differences
 from dualmesh.testing.instruments import Held, instruments_of
-from dualmesh.topology import Topology
-from dualmesh.tree import leaves, spec_tree
+from dualmesh.topology.topology import Topology
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

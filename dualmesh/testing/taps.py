@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dualmesh import programs
+from dualmesh._support.optional_imports import np
+from dualmesh.arrays import transforms
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, OutsideShardMapError
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P, global_shape, slices_of
-from dualmesh.roles import expanded, stage_axes
-from dualmesh.scope import get_parallel_state
-from dualmesh.state import ParallelState
+from dualmesh.runtime.scope import get_parallel_state
+from dualmesh.sharding.partition_spec import P, global_shape, slices_of
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.recordings import Entry
-from dualmesh.topology import Topology
+from dualmesh.topology.roles import expanded, stage_axes
+from dualmesh.topology.topology import Topology
 
 NO_SPEC = (
     "tap {name!r}: {spec!r} is partial, so over which axes its gradient is summed is not said. Give grad_spec=: the "
@@ -76,7 +76,7 @@ def tap(name: str, x: Any, spec: Any = None, *, grad_spec: Any = None, state: Pa
         return x
     if not _is_block(owner, x):
         unsummed = P(*laid.entries)
-        return programs.shard_map(lambda block: tap(name, block, unsummed, state=owner), unsummed, unsummed, owner)(x)
+        return transforms.shard_map(lambda block: tap(name, block, unsummed, state=owner), unsummed, unsummed, owner)(x)
     note = _noted(name, "value", owner, laid, laid.partial)
     return instruments_of(owner.backend).watched(owner, x, note, _gradient(name, owner, laid, grad_spec))
 

@@ -1,6 +1,6 @@
 """Topologies to test over: every split of a world, by name, for pytest's and absl's parametrisation.
 
-What a split means is in `dualmesh.usual`.
+What a split means is in `dualmesh.topology.parallel_spec`.
 """
 
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from math import prod
 from typing import Any
 
 from dualmesh.errors import ArgumentError
-from dualmesh.fitting import AnySpec
-from dualmesh.rank_groups import RankGroups
-from dualmesh.spec import TopologySpec
-from dualmesh.topology import Topology
-from dualmesh.usual import parallel_spec
+from dualmesh.runtime.fitting import AnySpec
+from dualmesh.topology.parallel_spec import parallel_spec
+from dualmesh.topology.rank_groups import RankGroups
+from dualmesh.topology.spec import TopologySpec
+from dualmesh.topology.topology import Topology
 
 AnyTopology = AnySpec | RankGroups | Topology
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.arguments import items_of
+from dualmesh._support.checks import items_of
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import ShapeError
-from dualmesh.lazy import np
-from dualmesh.resolution import whole
+from dualmesh.topology.resolve import whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -165,7 +165,7 @@ def building():
     """Return CPU seconds to build two states in a fake world, and to only create their distinct groups members-only."""
     import torch.distributed as dist
 
-    from dualmesh import lanes
+    from dualmesh.topology import communicators
     from dualmesh_torch import private
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -173,7 +173,7 @@ def building():
         "thinker": dm.parallel_spec(dp_replicate_size=2, dp_shard_size=world // 4, ulysses_size=2, ep_size=2),
         "talker": dm.parallel_spec(dp_size=world, dp_shard_size=world),
     }
-    needs = {need for spec in specs.values() for need in lanes.distinct(spec.resolve(world), rank)}
+    needs = {need for spec in specs.values() for need in communicators.distinct(spec.resolve(world), rank)}
     ours, floor = [], []
     for repeat in range(25):  # one process that waits for nobody: its CPU time is what other work cannot disturb
         start = time.process_time()

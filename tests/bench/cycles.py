@@ -20,7 +20,7 @@ def cycles(count, longest_s):
 
     import torch.distributed as dist
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
     from dualmesh_torch import private
 
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -6,7 +6,7 @@
 import socket
 import time
 
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.testing.pools import Pool
 from tests.bench.timing import table
 
@@ -26,7 +26,7 @@ def _timed(receiver, way):
 
 def over_channel(receiver, port):
     """Send as links do."""
-    from dualmesh.transfer_channel import Listener, visit
+    from dualmesh._support.channel import Listener, visit
 
     buffer = bytearray(MESSAGE)
     if not receiver:

@@ -3,8 +3,8 @@
 import itertools
 
 import dualmesh as dm
-from dualmesh.layout import overlap, refinement
-from dualmesh.partition_spec import P
+from dualmesh.sharding.partition_spec import P
+from dualmesh.topology.layout import overlap, refinement
 
 TOPOLOGIES = {
     "2x2x2": dm.TopologySpec({"a": 2, "b": 2, "c": 2}, combined={"ab": ("a", "b")}).resolve(8),

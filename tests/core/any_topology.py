@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh.layout import cuts
+from dualmesh.topology.layout import cuts
 
 NAMES = ["dp", "tp", "pp", "cp", "a b", "größe", "軸", 'q"', "stage1", "2"]
 

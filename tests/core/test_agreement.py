@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from dualmesh.agreement import ROUND_KEYS, Matter, agree, leave, roll_call
 from dualmesh.errors import AgreementError, GroupTimeoutError, LostPeerError
+from dualmesh.runtime.agreement import ROUND_KEYS, Matter, agree, leave, roll_call
 
 
 class MemoryStore:
@@ -200,7 +200,7 @@ def test_one_rank_asks_nobody():
 
 @pytest.mark.parametrize("count", [2, 100, 65_000])
 def test_the_sum_of_all_fingerprints_fits_a_counter(count):
-    from dualmesh.agreement import _COUNT_BITS, _fingerprint
+    from dualmesh.runtime.agreement import _COUNT_BITS, _fingerprint
 
     highest = max(_fingerprint(str(i), count) for i in range(200))
     assert ((highest << _COUNT_BITS) + 1) * count < 2**63

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh import scope, testing
-from dualmesh.configuration import StateConfig
+from dualmesh import testing
+from dualmesh.config import StateConfig
 from dualmesh.errors import DualmeshError
-from dualmesh.registry import registry
+from dualmesh.runtime import scope
+from dualmesh.runtime.registry import registry
 
 P = dm.P
 X = np.arange(64.0).reshape(8, 8)

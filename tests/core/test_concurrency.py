@@ -10,7 +10,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ScopeError, StateWarning
-from dualmesh.registry import registry
+from dualmesh.runtime.registry import registry
 
 SIZES = {"a": 2, "b": 4, "c": 8, "d": 1}
 

@@ -9,11 +9,16 @@ import pytest
 from absl import flags
 
 import dualmesh as dm
-from dualmesh.configuration import Configuration, StateConfig
-from dualmesh.environment import OWN_NAMES
+from dualmesh.config import Configuration, StateConfig
+from dualmesh.config.flags import (
+    add_parallel_arguments,
+    config_from_arguments,
+    config_from_flags,
+    define_parallel_flags,
+)
 from dualmesh.errors import SpecError
-from dualmesh.flags import add_parallel_arguments, config_from_arguments, config_from_flags, define_parallel_flags
-from dualmesh.initialization import check_variables
+from dualmesh.runtime.environment import OWN_NAMES
+from dualmesh.runtime.init import check_variables
 
 YAML = """\
 world_size: 8

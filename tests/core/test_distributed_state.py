@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.backend import Backend
-from dualmesh.distributed_state import DistributedState, create_device_mesh
+from dualmesh.backend.backend import Backend
+from dualmesh.backend.group_factory import ListedFabric
 from dualmesh.errors import (
     ArgumentError,
     BackendError,
@@ -21,8 +21,8 @@ from dualmesh.errors import (
     SessionError,
     SpecError,
 )
-from dualmesh.fabric import ListedFabric
-from dualmesh.nodes import Nodes
+from dualmesh.federated.distributed_state import DistributedState, create_device_mesh
+from dualmesh.topology.nodes import Nodes
 from dualmesh_sim import SimBackend
 
 XFFL = json.loads((Path(__file__).parent.parent / "cases" / "xffl.json").read_text())

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmesh.errors import SpecError
-from dualmesh.federated_averaging import ACTIONS, Piece, averaging_plan
-from dualmesh.federation import FederatedSpec
+from dualmesh.topology.averaging import ACTIONS, Piece, averaging_plan
+from dualmesh.topology.federation import FederatedSpec
 
 LENGTH = 2 * 3 * 4 * 5 * 7
 """Divides by every number of shards below."""

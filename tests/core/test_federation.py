@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmesh.errors import ArgumentError, RankError, SpecError
-from dualmesh.federation import FederatedSpec
-from dualmesh.group_topology import GroupSpec
+from dualmesh.topology.federation import FederatedSpec
+from dualmesh.topology.group_topology import GroupSpec
 
 XFFL = json.loads((Path(__file__).parent.parent / "cases" / "xffl.json").read_text())
 FEDERATED = "set_federated_scaling"

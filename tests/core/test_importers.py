@@ -4,7 +4,7 @@ import pytest
 
 from dualmesh import importers, presets
 from dualmesh.errors import SpecError
-from dualmesh.roles import token_axes
+from dualmesh.topology.roles import token_axes
 
 
 def test_torchtitan_section_or_config():

@@ -20,7 +20,7 @@ from dualmesh.initializers import (
     TPGroupInitializer,
     WeightTransferGroupInitializer,
 )
-from dualmesh.parallel_modes import ParallelMode, mode_groups
+from dualmesh.topology.parallel_modes import ParallelMode, mode_groups
 
 FILE = json.loads((Path(__file__).parent.parent / "cases" / "initializers.json").read_text())
 DROPPED = "are in no group"
@@ -280,7 +280,7 @@ def test_a_subclass_written_for_the_source_makes_its_groups():
 
 def test_a_state_is_initialised_without_a_meta_device_unless_asked():
     """`set_init_device(device)` has the source's default."""
-    from dualmesh.fabric import ListedFabric
+    from dualmesh.backend.group_factory import ListedFabric
 
     state = dm.DistributedState(fabric=ListedFabric())
     state.set_init_device("cpu")

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualmesh.layout import Digit, Layout, clash, cuts, divisors, on_grid, overlap, refactored, refinement, row_major
+from dualmesh.topology.layout import (
+    Digit,
+    Layout,
+    clash,
+    cuts,
+    divisors,
+    on_grid,
+    overlap,
+    refactored,
+    refinement,
+    row_major,
+)
 
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=4).filter(lambda sizes: prod(sizes) <= 120)
 GRIDS_OF_24 = st.sampled_from(sorted(set(permutations([2, 2, 2, 3])))) | st.sampled_from(

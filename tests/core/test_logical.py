@@ -4,7 +4,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ShardingError
-from dualmesh.logical import rules_of, spec_by_rules
+from dualmesh.sharding.logical_axes import rules_of, spec_by_rules
 
 FLAX_EXAMPLE = (("batch", "X"), ("features", "X"), ("heads", "Y"), ("batch", "Z"))
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmesh.errors import LaunchError, MembershipError, SpecError
-from dualmesh.node_variables import dealt_tasks, nodes_from, place_from, tasks_per_node
-from dualmesh.nodes import Nodes, Place
+from dualmesh.runtime.node_variables import dealt_tasks, nodes_from, place_from, tasks_per_node
+from dualmesh.topology.nodes import Nodes, Place
 
 
 def torchrun(rank=0, world=8, local=0, size=4, group=0, groups=2):

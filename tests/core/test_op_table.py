@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
+from dualmesh.backend.transpose_rules import call, transpose
 from dualmesh.errors import NotDifferentiableError
-from dualmesh.op_table import call, transpose
 from tests.contract.oracle import groups
 from tests.contract.runs import opened
 from tests.worlds import sim_world

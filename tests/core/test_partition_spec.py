@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import dualmesh as dm
 from dualmesh.errors import ShapeError, ShardingError, SpecError, UnknownAxisError
-from dualmesh.partition_spec import (
+from dualmesh.sharding.partition_spec import (
     P,
     canonical,
     dim_layouts,

@@ -3,8 +3,8 @@ from typing import NamedTuple
 import pytest
 
 from dualmesh.errors import ArgumentError
-from dualmesh.paths import Pattern, path_of, with_paths
-from dualmesh.tree import leaves
+from dualmesh.sharding.param_paths import Pattern, path_of, with_paths
+from dualmesh.sharding.tree import leaves
 
 MATCHES = {
     "layers.*.w": ({"layers.0.w", "layers.a_b.w"}, {"layers.w", "layers.0.1.w", "layers.0.w.x", "xlayers.0.w"}),

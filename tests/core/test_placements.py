@@ -7,9 +7,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ShardingError, StateWarning, UnknownAxisError
-from dualmesh.layout import Digit
-from dualmesh.partition_spec import canonical, slices_of
-from dualmesh.placements import (
+from dualmesh.sharding.partition_spec import canonical, slices_of
+from dualmesh.sharding.placements import (
     Partial,
     Replicate,
     Shard,
@@ -18,6 +17,7 @@ from dualmesh.placements import (
     placements_of,
     spec_for,
 )
+from dualmesh.topology.layout import Digit
 from tests.core.all_specs import TOPOLOGIES, all_specs, grid
 
 

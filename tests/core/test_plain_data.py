@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh.configuration import Configuration, StateConfig
+from dualmesh._support.plain_data import forms_of, may_be_sorted, read_fields, stands_as, write_fields
+from dualmesh.config import Configuration, StateConfig
 from dualmesh.errors import DualmeshError, ShardingError, SpecError
-from dualmesh.federated_groups import FederatedGroups
-from dualmesh.plain_data import forms_of, may_be_sorted, read_fields, stands_as, write_fields
-from dualmesh.spec import View
+from dualmesh.topology.federation_axes import FederatedGroups
+from dualmesh.topology.spec import View
 from tests.core.any_topology import examples
 from tests.core.test_notation import specs
 

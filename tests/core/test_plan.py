@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
+from dualmesh.arrays.plan import ShardingPlan
 from dualmesh.errors import ArgumentError, ShardingError
-from dualmesh.plan import ShardingPlan
 
 TOPOLOGY = dm.parallel_spec(dp_shard_size=2, ulysses_size=2, tp_size=2, ep_size=4).resolve(8)
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh.refined import Refinement
+from dualmesh.topology.refinement import Refinement
 
 GRIDS = st.permutations([2, 2, 3]) | st.sampled_from([[4, 3], [3, 4], [12], [2, 6], [6, 2]])
 

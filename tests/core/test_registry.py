@@ -11,8 +11,8 @@ from dualmesh.errors import (
     TakenNameError,
     UnknownStateError,
 )
-from dualmesh.registry import Registry
-from dualmesh.solo import solo_state
+from dualmesh.runtime.registry import Registry
+from dualmesh.runtime.single_process import solo_state
 
 
 def test_first_state_is_the_default_and_later_ones_leave_it(world):
@@ -118,7 +118,7 @@ def test_strict_refuses_a_taken_name_with_other_sizes_only(world):
 
 
 def test_strict_can_come_from_the_environment(world, monkeypatch):
-    from dualmesh.registry import registry
+    from dualmesh.runtime.registry import registry
 
     monkeypatch.setattr(registry, "_strict", None)
     monkeypatch.setenv("DUALMESH_STRICT", "1")

@@ -9,8 +9,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import RankError, ShapeError, ShardingError, UnknownAxisError
-from dualmesh.partition_spec import canonical, local_shape, slices_of
-from dualmesh.reshards import Placed, Reshard
+from dualmesh.sharding.partition_spec import canonical, local_shape, slices_of
+from dualmesh.sharding.redistribution import Placed, Reshard
 from tests.core.all_specs import TOPOLOGIES, all_specs
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, DualmeshError, SpecError
-from dualmesh.resolution import positive, whole
+from dualmesh.topology.resolve import positive, whole
 from tests.core.any_topology import examples
 
 

@@ -5,10 +5,10 @@ import pytest
 import dualmesh as dm
 from dualmesh import importers, presets
 from dualmesh.cli.traffic import Model, bytes_held, traffic
-from dualmesh.configuration import StateConfig
+from dualmesh.config import StateConfig
 from dualmesh.errors import SpecError
-from dualmesh.lanes import lane_of
-from dualmesh.roles import param_axes, replica_axes, stage_axes, token_axes
+from dualmesh.topology.communicators import lane_of
+from dualmesh.topology.roles import param_axes, replica_axes, stage_axes, token_axes
 
 TOKENS = {"data": "dp", "loss": ("dp", "cp"), "sequence": "cp"}
 SIZES = {"dp": 2, "cp": 2, "tp": 2}

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 import dualmesh as dm
-from dualmesh import scope
 from dualmesh.errors import ArgumentError, ScopeError, UnknownStateError
+from dualmesh.runtime import scope
 
 
 @pytest.fixture

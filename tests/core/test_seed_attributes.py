@@ -3,9 +3,9 @@
 import pytest
 
 import dualmesh as dm
+from dualmesh.backend.veomni_attributes import Attribute, SeedAttributes
 from dualmesh.errors import NoStateError, UnknownAxisError
-from dualmesh.seed_attributes import Attribute, SeedAttributes
-from dualmesh.solo import SoloState
+from dualmesh.runtime.single_process import SoloState
 from tests.worlds import torch_world
 
 NAMES = """

@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import pytest
 
 import dualmesh as dm
-from dualmesh.agreement import member_set
-from dualmesh.state_plan import StatePlan, describe_plans, ranks_of
+from dualmesh.backend.state_plan import StatePlan, describe_plans, ranks_of
+from dualmesh.runtime.agreement import member_set
 
 
 def plan_of(spec, world_size=4, **settings):

@@ -234,7 +234,7 @@ def mesh_left():
     """Leave a mesh set, in a block during which the backend is first used; return what is said."""
     import jax
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     known, block = discovery.loaded, left_as_found()
     discovery.loaded = dict

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import dualmesh as dm
+from dualmesh._support.channel import HELLO, Channel, ForeignError, Listener, route_to, visit
 from dualmesh.errors import ArgumentError, SessionError
-from dualmesh.transfer_channel import HELLO, Channel, ForeignError, Listener, route_to, visit
-from dualmesh.transfer_groups import Seat
-from dualmesh.transfer_key import VARIABLE, find_key
-from dualmesh.transfer_store import Door
+from dualmesh.weights.group import Seat
+from dualmesh.weights.key import VARIABLE, find_key
+from dualmesh.weights.store import Door
 
 KEY = find_key("test", "of the test")
 

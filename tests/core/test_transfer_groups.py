@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import dualmesh as dm
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.errors import (
     ArgumentError,
     BackendError,
@@ -16,9 +16,9 @@ from dualmesh.errors import (
     SessionError,
     StaleStateError,
 )
-from dualmesh.transfer_groups import Seat, _current
-from dualmesh.transfer_key import find_key
-from dualmesh.transfer_store import Door, address_of
+from dualmesh.weights.group import Seat, _current
+from dualmesh.weights.key import find_key
+from dualmesh.weights.store import Door, address_of
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, ShapeError, ShardingError
-from dualmesh.partition_spec import local_shape, slices_of
-from dualmesh.transfer_plan import Piece, plan_transfer
+from dualmesh.sharding.partition_spec import local_shape, slices_of
+from dualmesh.weights.plan import Piece, plan_transfer
 
 P = dm.P
 GRIDS = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 3, "b": 1}, {"a": 2, "b": 2, "c": 2}]

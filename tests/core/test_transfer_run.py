@@ -9,8 +9,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ChecksumError
-from dualmesh.transfer_plan import plan_transfer
-from dualmesh.transfer_run import HostBlocks, Wire, carry, message_bytes
+from dualmesh.weights.executor import HostBlocks, Wire, carry, message_bytes
+from dualmesh.weights.plan import plan_transfer
 from tests.core.test_transfer_plan import DP, TP, blocks_of, topology
 
 P = dm.P

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dualmesh import versions
+from dualmesh._support import versions
 from dualmesh.errors import BackendImportError
 
 ROOT = Path(__file__).parent.parent.parent

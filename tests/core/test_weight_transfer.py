@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualmesh.errors import ArgumentError, SpecError
-from dualmesh.weight_transfer import BUFFERS, Assignment, transfer_plan
+from dualmesh.weights.assignment import BUFFERS, Assignment, transfer_plan
 
 
 def as_data(plan):

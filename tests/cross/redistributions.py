@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 import dualmesh as dm
-from dualmesh.partition_spec import canonical, slices_of
+from dualmesh.sharding.partition_spec import canonical, slices_of
 from dualmesh.testing import difference
 from tests.core.all_specs import TOPOLOGIES, whole_specs
 from tests.worlds import held, worlds

@@ -5,8 +5,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, RankError, ShapeError
-from dualmesh.padding import padded_shape
-from dualmesh.partition_spec import slices_of
+from dualmesh.sharding.partition_spec import slices_of
+from dualmesh.sharding.slices import padded_shape
 from dualmesh.testing import assert_same
 from tests.core.all_specs import TOPOLOGIES, whole_specs
 from tests.cross.redistributions import held

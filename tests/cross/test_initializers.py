@@ -7,8 +7,8 @@ import pytest
 
 import dualmesh as dm
 from dualmesh import initializers
-from dualmesh.parallel_modes import ParallelMode
 from dualmesh.testing import assert_same
+from dualmesh.topology.parallel_modes import ParallelMode
 from tests.cross.test_fabric import total, values_of
 from tests.worlds import worlds
 

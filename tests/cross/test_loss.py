@@ -174,7 +174,7 @@ def test_plain_blocks_count_as_equal_unless_an_axis_splits_them():
 
 
 def test_before_any_state_one_process_has_all_there_is():
-    from dualmesh.solo import solo_state
+    from dualmesh.runtime.single_process import solo_state
 
     solo_state.cache_clear()  # it warns once in a process
     with pytest.warns(UserWarning, match="single-process"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.partition_spec import local_shape, slices_of
+from dualmesh.sharding.partition_spec import local_shape, slices_of
 from dualmesh.testing import assert_same
 from tests.jax_backend.worker import needs
 from tests.torch_backend.test_models import EXPERTS, batch, experts

@@ -5,7 +5,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, ArrayTypeError, DifferenceError, ShapeError, ShardingError, UnknownStateError
-from dualmesh.partition_spec import slices_of
+from dualmesh.sharding.partition_spec import slices_of
 from dualmesh.testing import assert_same, assert_sharded_as
 from tests.jax_backend.processes import processes
 from tests.worlds import torch_world, wide_worlds

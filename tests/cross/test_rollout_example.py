@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.testing import assert_same
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "rollout.py"

@@ -106,7 +106,7 @@ def counted():
     """Return, per rank, the bytes that torch was asked to send and receive, and the plan's figures."""
     import torch.distributed as dist
 
-    from dualmesh.transfer_plan import plan_transfer
+    from dualmesh.weights.plan import plan_transfer
 
     source = dm.init_parallel_state(spec=grid(dp=2, tp=2), name="source")
     target = dm.init_parallel_state(spec=grid(tp=2), ranks=(3, 1), name="target")

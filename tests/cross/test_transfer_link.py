@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import dualmesh as dm
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.testing import assert_same
 from tests.worlds import jax_pool, torch_pool
 

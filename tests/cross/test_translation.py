@@ -7,7 +7,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import DifferenceError
-from dualmesh.partition_spec import canonical, slices_of
+from dualmesh.sharding.partition_spec import canonical, slices_of
 from dualmesh.testing import assert_sharded_as
 from tests.core.all_specs import TOPOLOGIES, separate_specs, whole_specs
 from tests.cross.redistributions import SIZES, layouts, some_ways, wrong_ways

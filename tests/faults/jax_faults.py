@@ -57,7 +57,7 @@ def other_sizes(process):
 
 @fault("process 1 has another version of dualmesh", "AgreementError", "process 1: 1 to build by dualmesh 0.0.9")
 def other_version(process):
-    from dualmesh import state_plan
+    from dualmesh.backend import state_plan
 
     if process:
         state_plan.__version__ = "0.0.9"

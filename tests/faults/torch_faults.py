@@ -91,7 +91,7 @@ def other_name(rank):
 
 @fault("rank 2 has another version of dualmesh", "AgreementError", *SAID, "dualmesh 0.0.9")
 def other_version(rank):
-    from dualmesh import state_plan
+    from dualmesh.backend import state_plan
 
     if rank == 2:
         state_plan.__version__ = "0.0.9"

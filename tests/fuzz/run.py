@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh import scope
 from dualmesh.errors import DualmeshError
-from dualmesh.registry import registry
+from dualmesh.runtime import scope
+from dualmesh.runtime.registry import registry
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.values import is_left_out, is_shown
 

@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 import dualmesh as dm
-from dualmesh import environment
-from dualmesh.configuration import Configuration, StateConfig
-from dualmesh.node_variables import nodes_from, place_from
+from dualmesh.config import Configuration, StateConfig
+from dualmesh.runtime import environment
+from dualmesh.runtime.node_variables import nodes_from, place_from
 from tests.fuzz.values import names, sizes, wild
 
 Draw = Callable[..., Any]

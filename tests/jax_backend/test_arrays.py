@@ -5,7 +5,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ArgumentError, ShapeError, ShardingError
-from dualmesh.partition_spec import slices_of
+from dualmesh.sharding.partition_spec import slices_of
 from tests.jax_backend.worker import in_jax, two_grids
 
 SPECS = [

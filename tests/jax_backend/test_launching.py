@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from dualmesh import slurm
 from dualmesh.errors import SessionError
+from dualmesh.runtime import slurm
 from tests.jax_backend.worker import fresh, in_jax
 from tests.workers import free_port
 
@@ -170,7 +170,7 @@ except dm.errors.SessionError as error:
     ],
 )
 def test_jax_takes_the_port_after_the_one_that_torch_holds(variables, method, expected):
-    from dualmesh.backend import Launch
+    from dualmesh.backend.backend import Launch
     from dualmesh_jax.launching import coordinator
 
     with pytest.MonkeyPatch.context() as patched:

@@ -1,8 +1,8 @@
 """What the core makes of JAX's own partition specs; the blocks they give are in `tests.cross.test_translation`."""
 
 import dualmesh as dm
-from dualmesh.plan import ShardingPlan
-from dualmesh.tree import spec_tree
+from dualmesh.arrays.plan import ShardingPlan
+from dualmesh.sharding.tree import spec_tree
 from tests.worlds import jax_pool
 
 

@@ -119,8 +119,8 @@ def test_what_jit_keys_on_is_a_small_value_that_keeps_no_state_alive():
 def test_a_scope_of_another_backends_state_rekeys_jit():
     import jax
 
-    from dualmesh import initialization, scope
-    from dualmesh.state_plan import StatePlan, World
+    from dualmesh.backend.state_plan import StatePlan, World
+    from dualmesh.runtime import init, scope
     from dualmesh_sim.state import SimState
 
     jax_state = dm.init_parallel_state(dp_size=8)
@@ -131,7 +131,7 @@ def test_a_scope_of_another_backends_state_rekeys_jit():
     with dm.use_parallel_state(other):
         assert float(size(1.0)) == 2
     assert float(size(1.0)) == 8
-    assert initialization.get_parallel_state_by_name("base") is scope.default_state()
+    assert init.get_parallel_state_by_name("base") is scope.default_state()
 
 
 @in_jax()

@@ -5,7 +5,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.errors import ShardingError
-from dualmesh.partition_spec import canonical
+from dualmesh.sharding.partition_spec import canonical
 from tests.core.all_specs import TOPOLOGIES, all_specs
 from tests.jax_backend.test_devices import reopened
 from tests.jax_backend.worker import in_jax

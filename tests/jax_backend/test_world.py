@@ -12,7 +12,7 @@ def test_importing_and_asking_start_nothing_and_torch_is_not_needed():
 import sys
 sys.modules["torch"] = None
 import dualmesh as dm, dualmesh_jax, jax
-from dualmesh import discovery
+from dualmesh.backend import discovery
 from jax._src import xla_bridge
 assert discovery.load("jax").world() is None
 assert not xla_bridge.backends_are_initialized()
@@ -87,8 +87,8 @@ def test_another_device_type_is_refused_and_nothing_is_built():
 def test_sizes_that_are_none_are_refused(world_size):
     @in_jax(1)
     def refused():
-        from dualmesh import discovery
-        from dualmesh.backend import Launch
+        from dualmesh.backend import discovery
+        from dualmesh.backend.backend import Launch
 
         with pytest.raises(SessionError, match="at least 1"):
             discovery.load("jax").start(Launch(world_size=world_size))

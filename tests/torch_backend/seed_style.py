@@ -14,7 +14,7 @@ from dualmesh import (
     init_parallel_state,
     use_parallel_state,
 )
-from dualmesh.sequence.getters import (
+from dualmesh.sequence.veomni_getters import (
     get_context_parallel_group,
     get_context_parallel_world_size,
     get_data_parallel_group,

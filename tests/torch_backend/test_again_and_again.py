@@ -28,7 +28,7 @@ def made_over_and_over():
     import torch
     import torch.distributed as dist
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     own = dist.get_rank()
     orders = list(itertools.permutations(plans(own)))

@@ -24,7 +24,7 @@ def attempted(wrong):
     import torch
     import torch.distributed as dist
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     os.environ["DUALMESH_TIMEOUT_S"] = str(TIMEOUT_S)
     start, said = time.monotonic(), None

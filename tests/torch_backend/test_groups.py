@@ -3,7 +3,7 @@
 import pytest
 
 import dualmesh as dm
-from dualmesh.group_options import checked_options
+from dualmesh.backend.group_options import checked_options
 from tests.worlds import torch_world
 
 GRID = dm.TopologySpec(
@@ -176,7 +176,7 @@ def clearing_early():
     import torch
     import torch.distributed as dist
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
     from dualmesh_torch import private
 
     rank, pool = dist.get_rank(), discovery.load("torch").pool

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.partition_spec import canonical
+from dualmesh.sharding.partition_spec import canonical
 from tests.worlds import torch_world
 
 SLOW_S = 300.0

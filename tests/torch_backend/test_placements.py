@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import dualmesh as dm
-from dualmesh.layout import Digit
-from dualmesh.partition_spec import slices_of
-from dualmesh.placements import placements_of, spec_for
+from dualmesh.sharding.partition_spec import slices_of
+from dualmesh.sharding.placements import placements_of, spec_for
 from dualmesh.testing.places import place_of
+from dualmesh.topology.layout import Digit
 from tests.core.all_specs import TOPOLOGIES, all_specs, grid, whole_specs
 from tests.worlds import torch_pool
 

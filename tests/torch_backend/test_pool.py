@@ -3,7 +3,7 @@
 import pytest
 
 import dualmesh as dm
-from dualmesh import lanes
+from dualmesh.topology import communicators
 from tests.torch_backend.fake import fake_world
 from tests.worlds import torch_world
 
@@ -35,7 +35,7 @@ def distinct_by_hand(states, rank):
     found = set()
     for state in states.values():
         topology = state.topology
-        wanted = [(axis, lanes.lane_of(topology, axis)) for axis in topology.axis_names]
+        wanted = [(axis, communicators.lane_of(topology, axis)) for axis in topology.axis_names]
         wanted += [(topology.role("loss"), "data")] if "loss" in topology.spec.roles else []
         for axis, lane in wanted:
             if topology.is_member(axis, rank):
@@ -49,7 +49,7 @@ def counts(world_size):
     from torch import distributed
     from torch.distributed import distributed_c10d
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     found = {}
     for name, specs in registrations(world_size).items():
@@ -93,7 +93,7 @@ def test_each_rank_of_a_real_world_holds_its_distinct_lists_and_lanes_and_no_mor
 def test_the_distinct_lists_of_a_known_topology():
     """Each axis by hand: rank 3 of 2 replicas x 2 shards x 2 ulysses."""
     topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2).resolve(8)
-    assert lanes.distinct(topology, 3) == (
+    assert communicators.distinct(topology, 3) == (
         ((0, 1, 2, 3), "param"),  # dp_shard_sp
         ((0, 1, 2, 3, 4, 5, 6, 7), "data"),  # world, and the loss
         ((0, 1, 2, 3, 4, 5, 6, 7), "param"),  # dp_sp
@@ -119,31 +119,31 @@ def test_the_distinct_lists_of_a_known_topology():
 )
 def test_lanes_follow_who_issues_the_collective(axis, lane):
     topology = dm.parallel_spec(dp_replicate_size=2, dp_shard_size=2, ulysses_size=2, ep_size=2).resolve(8)
-    assert lanes.lane_of(topology, axis) == lane
+    assert communicators.lane_of(topology, axis) == lane
 
 
 def test_lanes_of_free_axes_follow_roles():
     roles = {"data": ("rows",), "params": ("rows", "seq"), "loss": ("seq", "rows"), "sequence": ("seq",)}
     topology = dm.TopologySpec({"rows": 2, "seq": 2, "heads": 2}, roles=roles).resolve(8)
-    found = {axis: lanes.lane_of(topology, axis) for axis in ("rows", "seq", "heads", ("rows", "seq"))}
+    found = {axis: communicators.lane_of(topology, axis) for axis in ("rows", "seq", "heads", ("rows", "seq"))}
     assert found == {"rows": "param", "seq": "data", "heads": "data", ("rows", "seq"): "param"}
 
 
 def test_an_axis_that_is_sequence_and_loss_stays_in_the_data_lane():
     topology = dm.TopologySpec({"seq": 4}, roles={"loss": "seq", "sequence": "seq"}).resolve(4)
-    assert lanes.lane_of(topology, "seq") == "data"
+    assert communicators.lane_of(topology, "seq") == "data"
 
 
 def test_planning_asks_nothing_of_the_world():
     topology = dm.parallel_spec(dp_shard_size=2**17, ulysses_size=2, tp_size=4).resolve(2**20)
-    small = {axis: need for axis, need in lanes.memberships(topology, 5).items() if axis in ("sp", "tp", "cp")}
+    small = {axis: need for axis, need in communicators.memberships(topology, 5).items() if axis in ("sp", "tp", "cp")}
     assert [need.ranks for need in small.values()] == [(5,), (4, 5, 6, 7), (1, 5)]
 
 
 def sharing():
     import torch.distributed as dist
 
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     one = dm.init_parallel_state(dp_size=2, ulysses_size=2, name="one")
     pool = discovery.load("torch").pool
@@ -359,7 +359,7 @@ def refusals():
             dm.init_parallel_state(dp_size=2, **settings)
         except dm.DualmeshError as error:
             found.append(type(error).__name__)
-    from dualmesh import discovery
+    from dualmesh.backend import discovery
 
     state = dm.init_parallel_state(dp_size=2, group_options={"timeout_s": 17})
     group = state.group("dp")

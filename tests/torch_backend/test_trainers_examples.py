@@ -57,7 +57,7 @@ def test_reinforcement_learning_over_three_states_is_the_one_process_runs(world,
 def _torn_down(phase):
     """Return what is left of the composite trainer after an error in a phase, or after a whole run."""
     import dualmesh as dm
-    from dualmesh.registry import registry
+    from dualmesh.runtime.registry import registry
 
     module, kept, said = _loaded("composite_torch"), [], None
 

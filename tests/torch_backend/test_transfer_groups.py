@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import dualmesh as dm
-from dualmesh.addresses import free_port
+from dualmesh._support.ports import free_port
 from dualmesh.testing.pools import Pool
 from tests.worlds import torch_pool
 

@@ -67,7 +67,7 @@ def test_states_are_registered_set_and_read_from_settings():
 
 def counted():
     """Return the registered names after anonymous states and single processes, asked for again and again."""
-    from dualmesh.registry import registry
+    from dualmesh.runtime.registry import registry
     from dualmesh_torch import veomni
 
     base = veomni.init_parallel_state(dp_size=2, name="base")

@@ -285,7 +285,7 @@ def rest():
     import torch
     import torch.distributed as dist
 
-    from dualmesh.registry import registry
+    from dualmesh.runtime.registry import registry
     from dualmesh_torch import veomni
 
     found, said = {}, []

@@ -4,8 +4,9 @@ Modules written for VeOmni import from here instead; `stand_in()` puts them wher
 from a function of dualmesh is the order of its arguments, its gradient, or a rule that its docstring says.
 """
 
-from dualmesh.initialization import get_parallel_state_by_name
-from dualmesh.scope import get_parallel_state
+from dualmesh.backend.state import ParallelState
+from dualmesh.runtime.init import get_parallel_state_by_name
+from dualmesh.runtime.scope import get_parallel_state
 from dualmesh.sequence import (
     get_context_parallel_group,
     get_context_parallel_rank,
@@ -23,7 +24,6 @@ from dualmesh.sequence import (
     sp_take_own_seq,
     unpad_tensor,
 )
-from dualmesh.state import ParallelState
 from dualmesh_torch.veomni import autograd, modules, projections
 from dualmesh_torch.veomni.autograd import (
     AllToAllOfSequences,

@@ -10,7 +10,7 @@ import torch
 
 import dualmesh as dm
 from dualmesh.sequence.packed import agree_on_segments, joined_segments
-from dualmesh.sequence.seed import scaled_gradient
+from dualmesh.sequence.veomni import scaled_gradient
 from dualmesh_torch.veomni import projections
 from dualmesh_torch.veomni.functions import (
     all_to_all_tensor,

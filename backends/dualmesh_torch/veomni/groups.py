@@ -1,6 +1,6 @@
 """Which state and axis the `group` of a VeOmni call means, a group of the trainer's own included.
 
-Groups of registered states are looked up in `dualmesh.sequence.native_groups`.
+Groups of registered states are looked up in `dualmesh.sequence.veomni_groups`.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 import dualmesh as dm
-from dualmesh import scope, sequence
+from dualmesh import sequence
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError
-from dualmesh.registry import registry
-from dualmesh.sequence.native_groups import found
-from dualmesh.state import ParallelState
+from dualmesh.runtime import scope
+from dualmesh.runtime.registry import registry
+from dualmesh.sequence.veomni_groups import found
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

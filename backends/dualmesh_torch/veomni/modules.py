@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from dualmesh import scope
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import BackendImportError
-from dualmesh.registry import registry
-from dualmesh.state import ParallelState
+from dualmesh.runtime import scope
+from dualmesh.runtime.registry import registry
 
 ROOT, PARENT = "veomni", "veomni.distributed"
 STATE, SEQUENCE = f"{PARENT}.parallel_state", f"{PARENT}.sequence_parallel"

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 import dualmesh as dm
-from dualmesh import scope
+from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ScopeError
-from dualmesh.registry import registry
-from dualmesh.state import ParallelState
+from dualmesh.runtime import scope
+from dualmesh.runtime.registry import registry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

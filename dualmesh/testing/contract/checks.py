@@ -6,9 +6,9 @@ What workers run is in `runs` and `laid_out`; what is right, in `oracle`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dualmesh._support.optional_imports import np
 from dualmesh.errors import DifferenceError
-from dualmesh.lazy import np
-from dualmesh.partition_spec import P
+from dualmesh.sharding.partition_spec import P
 from dualmesh.testing.contract import cases, laid_out, oracle, runs
 from dualmesh.testing.contract.cases import Case
 from dualmesh.testing.places import Place, run_on

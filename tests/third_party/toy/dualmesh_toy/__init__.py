@@ -1,8 +1,8 @@
 """A backend by a stranger, from dualmesh's public classes alone: starting worlds and building states."""
 
-from dualmesh.backend import Backend
+from dualmesh.backend.backend import Backend
+from dualmesh.backend.state_plan import World
 from dualmesh.errors import BackendError
-from dualmesh.state_plan import World
 from dualmesh_toy.state import ToyState
 
 

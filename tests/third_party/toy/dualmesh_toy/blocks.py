@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from dualmesh.backend.collectives import Collectives
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError
-from dualmesh.verbs import Collectives
 from dualmesh_toy.threads import here
 
 KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}

@@ -1,0 +1,1 @@
+"""What knows nothing of meshes: argument checks, warnings, optional imports, plain data."""

@@ -1,0 +1,1 @@
+"""Whole arrays over a state: laid out, read back, resharded, mapped over, differentiated."""

@@ -1,0 +1,1 @@
+"""All that a backend implements and is given."""

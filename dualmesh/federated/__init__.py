@@ -1,0 +1,1 @@
+"""Averaging between groups of ranks."""

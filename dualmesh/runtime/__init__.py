@@ -1,0 +1,1 @@
+"""Which states live, which is ambient, how a process starts and stops."""

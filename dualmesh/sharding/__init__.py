@@ -1,0 +1,1 @@
+"""Which slice of an array a rank holds, and what moves between two layouts."""

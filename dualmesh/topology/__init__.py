@@ -1,0 +1,1 @@
+"""Integer algebra: which axes exist, how large, which rank stands where."""

@@ -1,0 +1,1 @@
+"""Weights from one set of ranks to another, also across worlds."""
