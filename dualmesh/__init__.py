@@ -6,6 +6,7 @@ name is written three times, for readers of types, for the loader, and in `__all
 
 from typing import TYPE_CHECKING
 
+from dualmesh._support.provided import provide
 from dualmesh._support.public_names import face
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ _HOMES = {
     "weights.store": "TransferStore",
     "weights.transfer": "transfer",
 }
+provide(
+    pictures="dualmesh.pictures", notebooks="dualmesh.pictures.notebooks", counterpart="dualmesh.runtime.counterpart"
+)
 if not TYPE_CHECKING:
     __getattr__, __dir__ = face(__name__, _MODULES, _HOMES)
 

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     import cloudpickle  # type: ignore[import-untyped]
     import numpy as np
 
-    import dualmesh.pictures as pictures
-    import dualmesh.pictures.notebooks as notebooks
-    import dualmesh.runtime.counterpart as twins
 else:
 
     class _LazyModule(ModuleType):
@@ -55,8 +52,5 @@ else:
     array_api_compat = _LazyModule("array_api_compat")
     cloudpickle = _LazyModule("cloudpickle")
     metadata = _LazyModule("importlib.metadata")
-    notebooks = _LazyModule("dualmesh.pictures.notebooks")
-    pictures = _LazyModule("dualmesh.pictures")
-    twins = _LazyModule("dualmesh.runtime.counterpart")
 
-__all__ = ["array_api_compat", "cloudpickle", "metadata", "notebooks", "np", "pictures", "twins"]
+__all__ = ["array_api_compat", "cloudpickle", "metadata", "np"]

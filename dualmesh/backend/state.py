@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Self
 
-from dualmesh._support.optional_imports import notebooks, twins
+from dualmesh._support.provided import provided
 from dualmesh.backend import pickling
 from dualmesh.backend.arrays import Arrays
 from dualmesh.backend.collectives import Collectives
@@ -142,7 +142,8 @@ class ParallelState(SeedAttributes, ABC):
         Raises:
             SessionError: The other framework has no world here, or its ranks lie in other processes.
         """
-        return twins.twin_of(self, backend)
+        found: ParallelState = provided("counterpart").twin_of(self, backend)
+        return found
 
     # -- sizes and ranks -------------------------------------------------------------------------------------------
 
@@ -396,7 +397,8 @@ class ParallelState(SeedAttributes, ABC):
         return f"<{type(self).__name__} {name}{self.topology!r}>"
 
     def _repr_html_(self) -> str:
-        return notebooks.state_html(self)
+        html: str = provided("notebooks").state_html(self)
+        return html
 
     @property
     def session_words(self) -> str:

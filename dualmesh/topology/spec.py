@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualmesh._support.checks import items_in
-from dualmesh._support.optional_imports import notebooks
 from dualmesh._support.plain_data import (
     check_fields,
     pairs_in,
@@ -18,6 +17,7 @@ from dualmesh._support.plain_data import (
     write_fields,
     write_pairs,
 )
+from dualmesh._support.provided import provided
 from dualmesh.errors import SpecError
 from dualmesh.topology import spec_string
 from dualmesh.topology.resolve import ROLES, VIEW_ROLES, fit, whole
@@ -224,7 +224,8 @@ class TopologySpec:
         return f"TopologySpec({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        return notebooks.spec_html(self)
+        html: str = provided("notebooks").spec_html(self)
+        return html
 
 
 def read_views(where: str, data: Any) -> tuple[tuple[str, View], ...]:

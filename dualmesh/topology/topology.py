@@ -6,10 +6,10 @@ How a spec is checked and resolved is in `resolve`; states, groups and meshes ar
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dualmesh._support.checks import is_one_of
-from dualmesh._support.optional_imports import notebooks, pictures
+from dualmesh._support.provided import provided
 from dualmesh.errors import RankError, SpecError, UnknownAxisError, did_you_mean, listed
 from dualmesh.topology.diff import differences
 from dualmesh.topology.layout import Layout, clash
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dualmesh.pictures import Picture
-    from dualmesh.pictures.shapes import Theme
     from dualmesh.topology.rank_groups import RankGroups
     from dualmesh.topology.spec import TopologySpec
 
@@ -86,7 +84,8 @@ class Topology:
         return f"Topology({', '.join(parts)})"
 
     def __str__(self) -> str:
-        return pictures.drawn(self)
+        text: str = provided("pictures").drawn(self)
+        return text
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -198,13 +197,14 @@ class Topology:
         *,
         gpus_per_node: int = 8,
         rank: int | None = None,
-        theme: "Theme" = "auto",
-    ) -> "Picture":
-        """Draw the topology as a picture, and save it where a path is given; see `dualmesh.draw`. *Local.*"""
-        return pictures.draw(self, path, gpus_per_node=gpus_per_node, rank=rank, theme=theme)
+        theme: str = "auto",
+    ) -> Any:
+        """Draw the topology as a `Picture`, and save it where a path is given; see `dualmesh.draw`. *Local.*"""
+        return provided("pictures").draw(self, path, gpus_per_node=gpus_per_node, rank=rank, theme=theme)
 
     def _repr_html_(self) -> str:
-        return notebooks.topology_html(self)
+        html: str = provided("notebooks").topology_html(self)
+        return html
 
     def diff(self, other: "Topology") -> str:
         """Say what differs between this topology and another, line by line, or that nothing does. *Pure.*
