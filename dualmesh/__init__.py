@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dualmesh.arrays.reshard import reshard
     from dualmesh.arrays.transforms import remat, shard_map, value_and_grad
     from dualmesh.backend.group_factory import create_device_mesh
+    from dualmesh.backend.group_options import GroupInUse
     from dualmesh.backend.state import ParallelState
     from dualmesh.config import Configuration, StateConfig
     from dualmesh.config import flags as flags
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from dualmesh.presets import importers as importers
     from dualmesh.runtime.ahead_of_time import aot
     from dualmesh.runtime.debug import debug
-    from dualmesh.runtime.groups_in_use import GroupInUse, groups_in_use
+    from dualmesh.runtime.groups_in_use import groups_in_use
     from dualmesh.runtime.init import get_parallel_state_by_name, init_parallel_state, init_parallel_states
     from dualmesh.runtime.launch import init_distributed, session
     from dualmesh.runtime.nodes import nodes
@@ -84,6 +85,7 @@ _HOMES = {
     "arrays.reshard": "reshard",
     "arrays.transforms": "remat shard_map value_and_grad",
     "backend.group_factory": "create_device_mesh",
+    "backend.group_options": "GroupInUse",
     "backend.state": "ParallelState",
     "config": "Configuration StateConfig",
     "errors": "DualmeshError StaleStateError",
@@ -93,7 +95,7 @@ _HOMES = {
     "pictures": "draw",
     "runtime.ahead_of_time": "aot",
     "runtime.debug": "debug",
-    "runtime.groups_in_use": "GroupInUse groups_in_use",
+    "runtime.groups_in_use": "groups_in_use",
     "runtime.init": "get_parallel_state_by_name init_parallel_state init_parallel_states",
     "runtime.launch": "init_distributed session",
     "runtime.nodes": "nodes",

@@ -11,7 +11,7 @@ from dualmesh.backend.arrays import Arrays
 from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, global_shape, local_shape, slices_of
-from dualmesh.sharding.redistribution import Placed, Reshard
+from dualmesh.sharding.redistribution import Reshard
 from dualmesh_sim.collectives import kind_of
 from dualmesh_sim.rendezvous import place
 
@@ -94,7 +94,7 @@ class SimArrays(Arrays):
         if place() is not None:
             raise ArgumentError(INSIDE)
         lies = source.arrays.placed("reshard", x, source_spec)
-        plan = Reshard(lies.shape, Placed.on(source, source_spec), Placed.on(self._state, spec))
+        plan = Reshard(lies.shape, source.placed(source_spec), self._state.placed(spec))
         blocks = {}
         for rank in self._state.members:
             block = np.empty(local_shape(self._state.topology, spec, lies.shape), lies.dtype)

@@ -15,11 +15,11 @@ from dualmesh._support.ports import free_port
 from dualmesh.backend.array_bridge import Border
 from dualmesh.backend.backend import Backend, Launch
 from dualmesh.backend.group_factory import Fabric
+from dualmesh.backend.group_options import GroupInUse
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
 from dualmesh.runtime import environment
-from dualmesh.runtime.groups_in_use import GroupInUse
 from dualmesh.runtime.scope import set_explainer
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered

@@ -90,7 +90,7 @@ class _Head(NamedTuple):
 
 def reshard(x: Any, source: "TorchState", source_spec: P, target: "TorchState", spec: P) -> Any:
     """Return this rank's part of the array in the target; see `dualmesh.reshard`. *Collective over both.*"""
-    ends = _Ends(source, Placed.on(source, source_spec), Placed.on(target, spec))
+    ends = _Ends(source, source.placed(source_spec), target.placed(spec))
     block, head = _known(x, ends)
     journey = Journey(head.shape, ends.given, ends.taken, head.is_global)
     route_of(journey, ends.rank)  # refuses what does not divide, alike on all ranks and before anything moves

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from dualmesh.errors import AgreementError, ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
 from dualmesh.sharding.param_paths import leaves_by_path, path_tree
 from dualmesh.sharding.partition_spec import P, global_shape
-from dualmesh.sharding.redistribution import Placed
 from dualmesh.weights.endpoints import End, Fused
 from dualmesh.weights.executor import Blocks, Wire, carry, message_bytes
 from dualmesh.weights.plan import Message, Piece, TransferPlan, plan_transfer
@@ -44,7 +43,7 @@ def transfer(tree: Any, job: TransferJob) -> Any:
     """Return this rank's part of the tree in the target; see `dualmesh.transfer`. *Collective over both ends.*"""
     source: Any = job.source
     target: Any = job.target
-    given, taken = Placed.on(source, P()), Placed.on(target, P())
+    given, taken = source.placed(P()), target.placed(P())
     ranks, rank = union(given, taken), source.world.local_ranks[0]
     party = source.party_over(ranks)
     blocks: dict[str, Tensor] = {}

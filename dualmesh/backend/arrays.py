@@ -13,7 +13,6 @@ from dualmesh.sharding.partition_spec import P
 
 if TYPE_CHECKING:
     from dualmesh.backend.state import ParallelState
-    from dualmesh.weights.transfer import TransferJob
 
 
 class Arrays(ABC):
@@ -93,6 +92,9 @@ class Arrays(ABC):
         """
         raise BackendError(f"transfer_link: {type(self).__qualname__} takes no arrays from the host.", path=path)
 
-    def transfer(self, tree: Any, job: "TransferJob") -> Any:
-        """Return a tree that lies in the job's source laid out here; see `dualmesh.transfer`. Here array by array."""
+    def transfer(self, tree: Any, job: Any) -> Any:
+        """Return a tree that lies in the job's source laid out here; see `dualmesh.transfer`. Here array by array.
+
+        `job` is a `TransferJob` of `weights.transfer`: source, target, what each holds, and how it is to be moved.
+        """
         return job.array_by_array(tree, self.reshard)

@@ -16,7 +16,7 @@ from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError
 
 if TYPE_CHECKING:
-    from dualmesh.runtime.groups_in_use import GroupInUse  # asks all backends, so it needs this module
+    from dualmesh.backend.group_options import GroupInUse
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ backends. Frameworks without process groups have nothing to set.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, did_you_mean, listed
+from dualmesh.topology.communicators import Lane
 
 GroupOptions = tuple[tuple[str, Any], ...]
 
@@ -56,3 +57,20 @@ def checked_timeout(where: str, timeout_s: Any) -> float:
 def is_duration(value: Any) -> bool:
     """Tell whether a value is a number of seconds that one can wait. *Pure.*"""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+class GroupInUse(NamedTuple):
+    """One group of ranks that communicate."""
+
+    ranks: tuple[int, ...]
+    """Session ranks, in index order."""
+    lane: Lane
+    """"data": collectives of the program; "param": reductions that wrappers issue from hooks."""
+    backend: str
+    """What communicates, for example "gloo" or "nccl"."""
+    device_type: str
+    options: GroupOptions
+    name: str
+    """How the framework calls it."""
+    states: tuple[str, ...]
+    """The names of the states that use it."""

@@ -29,6 +29,7 @@ from dualmesh.errors import (
     listed,
 )
 from dualmesh.sharding.partition_spec import P
+from dualmesh.sharding.redistribution import Placed
 from dualmesh.topology.resolve import whole
 from dualmesh.topology.spec import TopologySpec
 from dualmesh.topology.topology import Axis, Topology
@@ -132,6 +133,13 @@ class ParallelState(SeedAttributes, ABC):
     def members(self) -> tuple[int, ...]:
         """The session ranks of the state, in grid order. *Pure*, O(world)."""
         return tuple(map(self.session_rank, self.topology.members))
+
+    def placed(self, spec: P) -> Placed:
+        """Return a spec over the ranks of the state, for plans of what moves. *Pure.*"""
+        ranks = self.plan.ranks
+        if self.topology.size("world") != self.topology.world_size:  # rank groups that leave ranks out
+            ranks = self.members
+        return Placed(self.topology, spec, ranks)
 
     def on(self, backend: str) -> "ParallelState":
         """Return the same topology in another framework's world. *Collective at first use, over the state's ranks.*

@@ -3,28 +3,8 @@
 Which groups a rank needs is planned in `communicators`; making and ending them is in the backends.
 """
 
-from typing import NamedTuple
-
 from dualmesh.backend import discovery
-from dualmesh.backend.group_options import GroupOptions
-from dualmesh.topology.communicators import Lane
-
-
-class GroupInUse(NamedTuple):
-    """One group of ranks that communicate."""
-
-    ranks: tuple[int, ...]
-    """Session ranks, in index order."""
-    lane: Lane
-    """"data": collectives of the program; "param": reductions that wrappers issue from hooks."""
-    backend: str
-    """What communicates, for example "gloo" or "nccl"."""
-    device_type: str
-    options: GroupOptions
-    name: str
-    """How the framework calls it."""
-    states: tuple[str, ...]
-    """The names of the states that use it."""
+from dualmesh.backend.group_options import GroupInUse
 
 
 def groups_in_use() -> tuple[GroupInUse, ...]:

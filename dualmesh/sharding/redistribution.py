@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from dualmesh.errors import RankError, ShardingError, counted, listed
 from dualmesh.sharding.partition_spec import P, dim_layouts
 from dualmesh.topology.layout import Layout
 from dualmesh.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from dualmesh.backend.state import ParallelState
 
 Slices = tuple[slice, ...]
 
@@ -66,14 +63,6 @@ class Placed:
                 f"{counted(len(set(ranks)), 'different rank')} for {counted(size, 'place')}. Give one rank per place.",
                 ranks=ranks,
             )
-
-    @classmethod
-    def on(cls, state: "ParallelState", spec: P) -> "Placed":
-        """Return a spec over the ranks of a state. *Pure.*"""
-        ranks, topology = state.plan.ranks, state.topology
-        if topology.size("world") != topology.world_size:  # rank groups that leave ranks out
-            ranks = tuple(state.members)
-        return cls(topology, spec, ranks)
 
     @property
     def members(self) -> Sequence[int]:

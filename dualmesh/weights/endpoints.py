@@ -182,7 +182,7 @@ def end_of(where: str, what: str, given: Any, renames: Mapping[str, str] | None 
         place = registry.get(place)
     ranks: tuple[int, ...] | None = tuple(rest[0]) if rest and rest[0] is not None else None
     if isinstance(place, ParallelState):
-        on = Placed.on(place, P())
+        on = place.placed(P())
         place, ranks = on.topology, on.ranks
     if not isinstance(place, Topology) or isinstance(place, GroupTopology):
         raise ArgumentError(
