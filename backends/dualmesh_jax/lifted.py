@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, get_abstract_mesh, reshard
 
 from dualmesh._support.warn import caution
-from dualmesh.arrays.transforms import warn_of_forgotten
+from dualmesh.backend.transforms import warn_of_forgotten
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import current_scope

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dualmesh.arrays.transforms import warn_of_forgotten
-from dualmesh.backend.transforms import Programs
+from dualmesh.backend.transforms import Programs, warn_of_forgotten
 from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.sharding.tree import leaves, mapped, spec_tree

@@ -9,23 +9,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dualmesh._support.checks import flag_of, function_of, items_of, words_of
-from dualmesh._support.warn import caution
 from dualmesh.backend.state import ParallelState
-from dualmesh.errors import ArgumentError, listed
+from dualmesh.errors import ArgumentError
 from dualmesh.runtime.scope import get_parallel_state, inside, meant, use_parallel_state
-from dualmesh.sharding.partition_spec import P
 from dualmesh.topology.resolve import positive, whole
-
-FORGOTTEN = (
-    "shard_map in_specs: an argument of shape {shape} is split over {axes}, which {spec!r} leaves out, so each call "
-    "gathers it and every rank gets all of it. Name the axis in the spec; where it is meant, lay the argument out with "
-    "dm.constrain first."
-)
-
-
-def warn_of_forgotten(spec: P, shape: Sequence[int], axes: Sequence[str]) -> None:
-    """Warn that a spec leaves out axes over which its argument is split. *Local.*"""
-    caution(FORGOTTEN.format(shape=tuple(shape), axes=listed(axes), spec=spec))
 
 
 class ShardMapped:

@@ -4,10 +4,12 @@ Arguments arrive checked (`arrays.transforms` and `arrays.loss` do that).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dualmesh.errors import BackendError
+from dualmesh._support.warn import caution
+from dualmesh.errors import BackendError, listed
+from dualmesh.sharding.partition_spec import P
 from dualmesh.topology.topology import Axis
 
 if TYPE_CHECKING:
@@ -76,3 +78,15 @@ class Programs(ABC):
     def federated_mean(self, tree: Any, plan: "AveragingPlan") -> Any:
         """Carry out a plan of federated averaging for the state's ranks; see `dualmesh.federated_mean`."""
         raise BackendError(f"federated_mean: {type(self).__qualname__} does not offer it. Use torch, jax or sim.")
+
+
+FORGOTTEN = (
+    "shard_map in_specs: an argument of shape {shape} is split over {axes}, which {spec!r} leaves out, so each call "
+    "gathers it and every rank gets all of it. Name the axis in the spec; where it is meant, lay the argument out with "
+    "dm.constrain first."
+)
+
+
+def warn_of_forgotten(spec: P, shape: Sequence[int], axes: Sequence[str]) -> None:
+    """Warn that a spec leaves out axes over which its argument is split. *Local.*"""
+    caution(FORGOTTEN.format(shape=tuple(shape), axes=listed(axes), spec=spec))
