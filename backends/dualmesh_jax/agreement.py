@@ -6,8 +6,8 @@ once.
 
 from collections.abc import Mapping, Sequence
 
+from dualmesh._support import waits
 from dualmesh.backend.state_plan import StatePlan, describe_plans, ranks_of
-from dualmesh.runtime import environment
 from dualmesh.runtime.agreement import Matter, agree
 from dualmesh_jax.store import JaxStore
 
@@ -33,7 +33,7 @@ def agree_on(plans: Sequence[StatePlan], process_of: Mapping[int, int], world: s
         if store.process in holders:
             said = describe_plans(by_processes[holders], world)
             matter = Matter("init_parallel_state", holders, store.process, said, nouns=NOUNS)
-            agree(store, matter, environment.timeout_s())
+            agree(store, matter, waits.timeout_s())
 
 
 def members(plan: StatePlan) -> tuple[int, ...]:

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from dualmesh._support import waits
 from dualmesh.backend.array_bridge import Border
 from dualmesh.backend.backend import Backend, Launch
 from dualmesh.backend.group_factory import Fabric
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, SessionError
-from dualmesh.runtime import environment
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import add_mirror
 from dualmesh.topology.resolve import whole
@@ -65,7 +65,7 @@ class JaxBackend(Backend):
         asked = _asked_size(launch, several)
         if several:
             request_cpu_devices(launch.local_devices)
-            join(launch, environment.timeout_s(launch.timeout_s))
+            join(launch, waits.timeout_s(launch.timeout_s))
             self._launched = True
             check_local(launch.local_devices)
         else:
@@ -145,6 +145,6 @@ def _asked_size(launch: Launch, several: bool) -> int | None:
 
 def _wait_s(given: float | None) -> float:
     """Return how long objects between processes wait: what was given or set, else as long as torch does."""
-    if given is None and not os.environ.get(environment.TIMEOUT_VARIABLE):
+    if given is None and not os.environ.get(waits.TIMEOUT_VARIABLE):
         return EXCHANGE_S
-    return environment.timeout_s(given)
+    return waits.timeout_s(given)

@@ -7,7 +7,6 @@ Python objects between processes are in `host`, with a timeout of their own.
 
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
-
 import itertools
 import os
 import sys
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from dualmesh._support import waits
 from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, listed
-from dualmesh.runtime import environment
 from dualmesh.runtime.agreement import Matter, agree, roll_call
 from dualmesh.runtime.debug import call_site, switch
 from dualmesh_jax import private
@@ -142,7 +141,7 @@ def _compare(store: JaxStore, state: "JaxState", what: str, said: str, processes
         undone="Nothing was sent.",
         cure=_CURE,
     )
-    agree(store, matter, environment.timeout_s())
+    agree(store, matter, waits.timeout_s())
 
 
 def _refuse_failure(

@@ -5,12 +5,12 @@ What a rank does is in `programs`, how ranks meet in `rendezvous`.
 
 from collections.abc import Sequence
 
+from dualmesh._support import waits
 from dualmesh.backend.backend import Backend, Launch
 from dualmesh.backend.group_factory import Fabric, ListedFabric
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, SessionError
-from dualmesh.runtime import environment
 from dualmesh.topology.resolve import whole
 from dualmesh_sim.state import SimState
 
@@ -22,13 +22,13 @@ class SimBackend(Backend):
 
     def __init__(self) -> None:
         self._world: World | None = None
-        self._timeout_s = environment.DEFAULT_TIMEOUT_S
+        self._timeout_s = waits.DEFAULT_TIMEOUT_S
 
     def world(self) -> World | None:
         return self._world
 
     def start(self, launch: Launch) -> World:
-        timeout_s = environment.timeout_s(launch.timeout_s)
+        timeout_s = waits.timeout_s(launch.timeout_s)
         size = _world_size(launch)
         self._timeout_s = timeout_s
         self._world = World(size, tuple(range(size)), "cpu", 1, lambda: self._world is world)

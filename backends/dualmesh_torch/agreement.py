@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dualmesh._support import waits
 from dualmesh.backend.state_plan import StatePlan, describe_plans, ranks_of
 from dualmesh.errors import AgreementError, DualmeshError
-from dualmesh.runtime import environment
 from dualmesh.runtime.agreement import ANSWERS_S, ROUND_KEYS, Matter, agree, member_set
 from dualmesh_torch import private
 from dualmesh_torch.bounded import PATIENCE_S, within
@@ -86,7 +86,7 @@ def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, sa
 
 def agreed(store: TorchStore, matter: Matter, timeout_s: float | None = None) -> int:
     """Return the number of the round, once all ranks of a matter said the same. *Collective over them*."""
-    limit = environment.timeout_s() if timeout_s is None else timeout_s
+    limit = waits.timeout_s() if timeout_s is None else timeout_s
     try:
         # After its own time is over an agreement still asks what the others said.
         return within(limit + min(ANSWERS_S, limit) + PATIENCE_S, lambda: agree(store, matter, limit))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dualmesh._support import waits
 from dualmesh._support.ports import free_port
 from dualmesh.backend.array_bridge import Border
 from dualmesh.backend.backend import Backend, Launch
@@ -19,7 +20,6 @@ from dualmesh.backend.group_options import GroupInUse
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
-from dualmesh.runtime import environment
 from dualmesh.runtime.scope import set_explainer
 from dualmesh_torch import modules, private
 from dualmesh_torch.agreement import agree_on, unanswered
@@ -95,7 +95,7 @@ class TorchBackend(Backend):
     def stop(self, world: World) -> None:
         if world.is_live():
             if self.pool is not None and self.pool.is_real:
-                self.pool.finish(environment.timeout_s())
+                self.pool.finish(waits.timeout_s())
                 if not self.pool.is_store_silent:
                     say_goodbye(private.default_store(), self.pool.session, self.pool.rank, self.pool.size)
             dist.destroy_process_group()
@@ -192,7 +192,7 @@ def _announced(rank: int, slot: str) -> str:
             innermost = innermost.underlying_store
         host = innermost.host if isinstance(innermost, TCPStore) else "127.0.0.1"
         store.set(slot, f"{host}:{free_port()}")
-    return str(within(environment.timeout_s(), lambda: store.get(slot)).decode())
+    return str(within(waits.timeout_s(), lambda: store.get(slot)).decode())
 
 
 def _communication(launch: Launch) -> str:
@@ -220,7 +220,7 @@ def _session_number(group: dist.ProcessGroup) -> str:
     try:
         if store is None:
             return "0"
-        return str(within(environment.timeout_s(), lambda: store.add(f"dualmesh/worlds/{group.rank()}", 1)))
+        return str(within(waits.timeout_s(), lambda: store.add(f"dualmesh/worlds/{group.rank()}", 1)))
     except RuntimeError as error:
         raise unanswered("Backend 'torch'", group.rank(), error) from error
 

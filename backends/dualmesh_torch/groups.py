@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 
+from dualmesh._support import waits
 from dualmesh.backend.group_options import GroupOptions
 from dualmesh.backend.state import AxisTable
 from dualmesh.errors import GroupTimeoutError, LostPeerError, listed
-from dualmesh.runtime import environment
 from dualmesh.runtime.agreement import find_left
 from dualmesh.topology.communicators import Lane, Membership, RankList
 from dualmesh.topology.layout import Layout
@@ -202,7 +202,7 @@ class GroupPool:
         settings = dict(key.options)
         timeout = self._timeout(key, settings)
         # Members that died must not be waited for as long as a collective may take.
-        patience = timedelta(seconds=environment.timeout_s()) if private.has_timeouts() and self.is_real else timeout
+        patience = timedelta(seconds=waits.timeout_s()) if private.has_timeouts() and self.is_real else timeout
         try:
             group = private.member_group(key.ranks, self.rank, name, key.backend, patience, _native(key, settings))
         except RuntimeError as error:

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from dualmesh._support import waits
 from dualmesh.backend.backend import Launch
-from dualmesh.runtime import environment
 from dualmesh.runtime.agreement import Matter, count_left, leave
 from dualmesh_torch.agreement import TorchStore, agreed
 from dualmesh_torch.bounded import PATIENCE_S, within
@@ -102,7 +102,7 @@ def say_goodbye(store: Any, session: str, rank: int, size: int) -> None:
 
     def tell() -> None:
         leave(words, rank)
-        deadline = time.monotonic() + min(_LINGER_S, environment.timeout_s())
+        deadline = time.monotonic() + min(_LINGER_S, waits.timeout_s())
         while rank == 0 and count_left(words) < size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

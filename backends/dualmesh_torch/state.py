@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dualmesh.backend.group_options import checked_timeout
+from dualmesh._support.waits import checked_timeout
 from dualmesh.backend.state import AxisTable, ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import RankError, ShardingError, listed

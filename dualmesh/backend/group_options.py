@@ -4,10 +4,10 @@ A state's options hold for all of its groups, those of combined axes and views i
 backends. Frameworks without process groups have nothing to set.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from dualmesh._support.waits import is_duration
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.topology.communicators import Lane
 
@@ -45,18 +45,6 @@ def checked_options(options: Mapping[str, Any] | None) -> GroupOptions:
         if not allows(value):
             raise ArgumentError(f"group_options: {name}={value!r}. Give {allowed}.", option=name, value=value)
     return tuple(sorted((name, float(value) if name == "timeout_s" else value) for name, value in options.items()))
-
-
-def checked_timeout(where: str, timeout_s: Any) -> float:
-    """Return a time in seconds, or refuse it. *Pure.*"""
-    if not is_duration(timeout_s):
-        raise ArgumentError(f"{where}: {timeout_s!r} is no time. Give seconds above 0.", timeout_s=timeout_s)
-    return float(timeout_s)
-
-
-def is_duration(value: Any) -> bool:
-    """Tell whether a value is a number of seconds that one can wait. *Pure.*"""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 class GroupInUse(NamedTuple):

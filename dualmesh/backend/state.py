@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Self
 
 from dualmesh._support.provided import provided
+from dualmesh._support.waits import checked_timeout
 from dualmesh.backend import pickling
 from dualmesh.backend.arrays import Arrays
 from dualmesh.backend.collectives import Collectives
-from dualmesh.backend.group_options import checked_timeout
 from dualmesh.backend.host import HostObjects
 from dualmesh.backend.models import Models
 from dualmesh.backend.state_plan import StatePlan, World

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Literal, NamedTuple
 
-from dualmesh._support import versions
+from dualmesh._support import versions, waits
 from dualmesh._support.optional_imports import metadata
 from dualmesh.backend import discovery
 from dualmesh.config import Configuration
@@ -93,7 +93,7 @@ def variables(env: Mapping[str, str]) -> Iterator[Finding]:
     checks: dict[str, Callable[[], object]] = {
         "launcher": lambda: environment.launch_from(env),
         "settings": lambda: settings_in(env),
-        environment.TIMEOUT_VARIABLE: lambda: environment.timeout_s(None, env),
+        waits.TIMEOUT_VARIABLE: lambda: waits.timeout_s(None, env),
         "DUALMESH_CONFIG": lambda: Configuration.from_environment(env),
     }
     said = []

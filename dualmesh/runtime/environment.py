@@ -3,7 +3,6 @@
 SLURM's are read in `slurm`; starting a world is in `session`.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 
 from dualmesh.backend.backend import Launch
@@ -20,8 +19,6 @@ _SIZE = "_SIZE"
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """Which torchrun sets: how often it has restarted its workers."""
-TIMEOUT_VARIABLE = "DUALMESH_TIMEOUT_S"
-DEFAULT_TIMEOUT_S = 60.0
 
 
 def check_names(variables: Mapping[str, str], settings: Iterable[str]) -> None:
@@ -46,22 +43,6 @@ def check_names(variables: Mapping[str, str], settings: Iterable[str]) -> None:
             raise SpecError(
                 f"environment: {variable}={text!r} is no setting.{hint} Correct it, or unset it.", name=variable
             )
-
-
-def timeout_s(given: float | None = None, variables: Mapping[str, str] | None = None) -> float:
-    """Return how long agreements wait, in seconds: the argument, DUALMESH_TIMEOUT_S, or 60. *Local.*"""
-    if given is not None:
-        value: float | str = given
-    else:
-        value = (os.environ if variables is None else variables).get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S)
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        source = "timeout_s" if given is not None else TIMEOUT_VARIABLE
-        raise LaunchError(f"{source}={value!r} is no time. Give seconds above 0.", value=value)
-    return seconds
 
 
 def launch_from(

@@ -6,13 +6,13 @@ What passes between them then is in `link`; where they meet is in `store`.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dualmesh._support import waits
 from dualmesh._support.channel import route_to
 from dualmesh._support.checks import is_one_of
+from dualmesh._support.waits import checked_timeout
 from dualmesh.backend.carrier import NoCarrier
-from dualmesh.backend.group_options import checked_timeout
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import AgreementError, ArgumentError, did_you_mean, listed
-from dualmesh.runtime import environment
 from dualmesh.runtime.registry import registry
 from dualmesh.topology.resolve import positive
 from dualmesh.weights.endpoints import end_of, renames_of
@@ -83,7 +83,7 @@ def transfer_link(
             f"{{path there: path in the source}}.",
             renames=renames,
         )
-    limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
+    limit = waits.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
     address, bound = address_of(where, store), positive(where, "buffer_bytes", buffer_bytes)
     own = found.host.all_gather(found.local_ranks[0], "world")
     speakers = sorted(set(own))

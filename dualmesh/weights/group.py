@@ -7,8 +7,9 @@ Where they meet is in `store`; who would send weights to whom is planned in `ass
 import time
 from typing import Any, NamedTuple
 
+from dualmesh._support import waits
+from dualmesh._support.waits import checked_timeout
 from dualmesh.backend.carrier import Carrier
-from dualmesh.backend.group_options import checked_timeout
 from dualmesh.errors import (
     AgreementError,
     ArgumentError,
@@ -19,7 +20,6 @@ from dualmesh.errors import (
     StaleStateError,
     listed,
 )
-from dualmesh.runtime import environment
 from dualmesh.runtime.session import driver_for
 from dualmesh.topology.resolve import positive, whole
 from dualmesh.weights.key import find_key
@@ -279,7 +279,7 @@ def transfer_group(
     if number is None or not 0 <= number < count:
         raise RankError(f"{where} {name!r}: rank {rank!r} is none of its ranks. Ranks: 0..{count - 1}.", rank=rank)
     address = address_of(where, store)
-    limit = environment.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
+    limit = waits.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
     seat = Seat("", number, count, ("",))
     return joined(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier(), key), said, limit)
 

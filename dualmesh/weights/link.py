@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dualmesh.backend.group_options import checked_timeout
+from dualmesh._support.waits import checked_timeout
 from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import (

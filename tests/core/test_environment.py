@@ -1,7 +1,8 @@
 import pytest
 
+from dualmesh._support.waits import timeout_s
 from dualmesh.errors import LaunchError
-from dualmesh.runtime.environment import launch_from, local_rank_of, timeout_s
+from dualmesh.runtime.environment import launch_from, local_rank_of
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

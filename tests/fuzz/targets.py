@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import dualmesh as dm
+from dualmesh._support import waits
 from dualmesh.config import Configuration, StateConfig
 from dualmesh.runtime import environment
 from dualmesh.runtime.node_variables import nodes_from, place_from
@@ -273,8 +274,8 @@ def timeouts(draw):
     """DUALMESH_TIMEOUT_S, or the argument, is anything."""
     value = draw(wild)
     if draw(st.booleans()) and isinstance(value, str):
-        return lambda: environment.timeout_s(None, {"DUALMESH_TIMEOUT_S": value}), [value]
-    return lambda: environment.timeout_s(value), [value]
+        return lambda: waits.timeout_s(None, {"DUALMESH_TIMEOUT_S": value}), [value]
+    return lambda: waits.timeout_s(value), [value]
 
 
 FIELDS = ("dp_size", "tp_size", "tp", "axes", "spec", "combined", "views", "rank_groups", "preset", "settings", "ranks")

@@ -4,8 +4,8 @@ import contextvars
 import threading
 from collections import defaultdict
 
+from dualmesh._support.waits import timeout_s
 from dualmesh.errors import AgreementError, GroupTimeoutError
-from dualmesh.runtime.environment import timeout_s
 
 here = contextvars.ContextVar("toy_rank", default=None)
 
