@@ -20,15 +20,15 @@ from dualmesh.errors import BackendError, SessionError
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import add_mirror
 from dualmesh.topology.resolve import whole
-from dualmesh_jax import modules
 from dualmesh_jax.agreement import agree_on, members
-from dualmesh_jax.arrays import is_tracing
-from dualmesh_jax.border import JaxBorder
+from dualmesh_jax.arrays.arrays import is_tracing
+from dualmesh_jax.cache_keys import key_by_names
 from dualmesh_jax.devices import axis_type, check_local, ordered_devices, request_cpu_devices, too_few
-from dualmesh_jax.fabric import JaxFabric
-from dualmesh_jax.keys import key_by_names
-from dualmesh_jax.launching import join, joins_others, leave_memory
-from dualmesh_jax.meshes import MeshBook
+from dualmesh_jax.group_factory import JaxFabric
+from dualmesh_jax.interop import JaxBorder
+from dualmesh_jax.launch import join, joins_others, leave_memory
+from dualmesh_jax.mesh.meshes import MeshBook
+from dualmesh_jax.models import scoped_modules
 from dualmesh_jax.private import backend_is_initialized
 from dualmesh_jax.scope import JaxMirror
 from dualmesh_jax.state import JaxState
@@ -124,7 +124,7 @@ class JaxBackend(Backend):
         return JaxFabric(self._book.devices, self._store)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
-        return modules.scoped(target, name_or_state)
+        return scoped_modules.scoped(target, name_or_state)
 
     def release(self, states: Sequence[ParallelState]) -> None:
         gone = {id(state) for state in states}

@@ -1,6 +1,6 @@
 """Which devices a world is over, and asking JAX for them before it starts its backend.
 
-A world's life is in `backend`, joining other processes in `launching`, meshes over devices in `meshes`.
+A world's life is in `backend`, joining other processes in `launch`, meshes over devices in `meshes`.
 """
 
 # mypy: allow-untyped-calls

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualmesh.errors import AgreementError, ArgumentError, ArrayTypeError, ShardingError, counted, listed
 from dualmesh.topology.averaging import AveragingPlan
-from dualmesh_jax.lines import Line
-from dualmesh_jax.meshes import mesh_of
+from dualmesh_jax.collectives.line import Line
+from dualmesh_jax.mesh.meshes import mesh_of
 
 Names = tuple[str, ...]
 TRACED = (

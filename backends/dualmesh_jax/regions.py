@@ -3,7 +3,7 @@
 JAX traces such a rule when the gradient is taken, in whatever scope is open then. What `set_xla_metadata` holds is kept
 with every operation that is traced under it, is set anew around whatever is derived from that operation, and is part of
 what JAX's caches key on. So it holds the state's mark; XLA itself sees an attribute that it does not know. What JAX
-knows of the ambient state otherwise is in `keys` and `scope`.
+knows of the ambient state otherwise is in `cache_keys` and `scope`.
 """
 
 # mypy: allow-untyped-calls
@@ -21,7 +21,7 @@ from dualmesh.errors import ScopeError
 from dualmesh.runtime import scope as core
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import Scope
-from dualmesh_jax.keys import ScopeKey, key_of
+from dualmesh_jax.cache_keys import ScopeKey, key_of
 from dualmesh_jax.private import is_transforming, may_have_started, runs_callback, xla_metadata
 
 KEY = "dualmesh_state"

@@ -1,6 +1,6 @@
 """The mirror of the scope in JAX: the ambient state's key, and its mesh.
 
-Keys are in `keys`, which mesh may be set where in `surroundings`; the ambient state itself is kept by
+Keys are in `cache_keys`, which mesh may be set where in `ambient_mesh`; the ambient state itself is kept by
 `dualmesh.runtime.scope`.
 """
 
@@ -10,12 +10,12 @@ from typing import Any
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ScopeError
 from dualmesh.runtime.scope import Scope
-from dualmesh_jax.arrays import is_tracing
-from dualmesh_jax.keys import key_of, user_context
+from dualmesh_jax.arrays.arrays import is_tracing
+from dualmesh_jax.cache_keys import key_of, user_context
+from dualmesh_jax.mesh.ambient_mesh import ambient_mesh, note_traced
 from dualmesh_jax.private import is_transforming, may_have_started
 from dualmesh_jax.regions import region_to_mark
 from dualmesh_jax.state import JaxState
-from dualmesh_jax.surroundings import ambient_mesh, note_traced
 
 APART = (
     "get_parallel_state: the ambient state here is {name}, but this thread, by which JAX caches what it traces, is in "

@@ -17,17 +17,17 @@ from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import MembershipError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, check_axes, split_axes
 from dualmesh.topology.topology import Axis
-from dualmesh_jax.arrays import JaxArrays
-from dualmesh_jax.collectives import JaxCollectives
+from dualmesh_jax.arrays.arrays import JaxArrays
+from dualmesh_jax.arrays.specs import spec_for
+from dualmesh_jax.cache_keys import give_key
+from dualmesh_jax.collectives.collectives import JaxCollectives
+from dualmesh_jax.collectives.line import Line
 from dualmesh_jax.devices import carried_by_gloo
 from dualmesh_jax.host import JaxHostObjects
-from dualmesh_jax.keys import give_key
-from dualmesh_jax.lines import Line
-from dualmesh_jax.meshes import SharedMesh, mesh_of
-from dualmesh_jax.models import JaxModels
-from dualmesh_jax.programs import JaxPrograms
-from dualmesh_jax.specs import spec_for
+from dualmesh_jax.mesh.meshes import SharedMesh, mesh_of
+from dualmesh_jax.models.models import JaxModels
 from dualmesh_jax.store import JaxStore
+from dualmesh_jax.transforms.programs import JaxPrograms
 
 LEFT_OUT = (
     "axis {axis!r} of {label} leaves out rank {rank} of the state. In JAX one program runs as all ranks of a state: "

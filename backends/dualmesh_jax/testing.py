@@ -18,8 +18,8 @@ from jax.sharding import get_abstract_mesh
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShardingError
 from dualmesh.testing import instruments
+from dualmesh_jax.cache_keys import user_context
 from dualmesh_jax.devices import ordered_devices
-from dualmesh_jax.keys import user_context
 
 # Beside the ambient state's (`keys`): what is recorded or broken on purpose is part of every jit cache key too.
 _watch: Any = jax.make_user_context(default_value=None)

@@ -1,6 +1,6 @@
 """`TorchBackend`: start or adopt a torch.distributed world, build states in it.
 
-Groups are in `groups`, states in `state`, the mirror of the scope in `scope`.
+Groups are in `group_pool`, states in `state`, the mirror of the scope in `scope`.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,18 @@ from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
 from dualmesh.runtime.scope import set_explainer
-from dualmesh_torch import modules, private
+from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on, unanswered
-from dualmesh_torch.border import TorchBorder
 from dualmesh_torch.bounded import within
-from dualmesh_torch.fabric import TorchFabric
-from dualmesh_torch.groups import GroupPool
+from dualmesh_torch.group_factory import TorchFabric
+from dualmesh_torch.interop import TorchBorder
+from dualmesh_torch.mesh.group_pool import GroupPool
+from dualmesh_torch.models import scoped_modules
 from dualmesh_torch.regions import carry_to_workers, follow_backward, forget_scopes
 from dualmesh_torch.rendezvous import Rendezvous, say_goodbye
 from dualmesh_torch.scope import explain
 from dualmesh_torch.state import TorchState
-from dualmesh_torch.transfer_carrier import TorchCarrier
+from dualmesh_torch.weights.carrier import TorchCarrier
 
 
 class TorchBackend(Backend):
@@ -137,7 +138,7 @@ class TorchBackend(Backend):
         return list(states)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
-        return modules.scoped(target, name_or_state) if isinstance(target, torch.nn.Module) else None
+        return scoped_modules.scoped(target, name_or_state) if isinstance(target, torch.nn.Module) else None
 
     def release(self, states: Sequence[ParallelState]) -> None:
         for state in states:

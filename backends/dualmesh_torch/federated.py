@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 from dualmesh.errors import AgreementError, ArrayTypeError, ShardingError, listed
 from dualmesh.sharding.tree import leaves, mapped
 from dualmesh.topology.averaging import AveragingPlan, Step
-from dualmesh_torch.exchanges import exchange
-from dualmesh_torch.party import Party
+from dualmesh_torch.collectives.exchanges import exchange
+from dualmesh_torch.collectives.group_member import Party
 from dualmesh_torch.private import gather
 
 Tensor = torch.Tensor

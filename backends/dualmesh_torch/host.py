@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from dualmesh.backend.host import HostObjects
 from dualmesh.topology.topology import Axis
-from dualmesh_torch.exchanges import exchange
+from dualmesh_torch.collectives.exchanges import exchange
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState

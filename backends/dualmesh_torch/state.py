@@ -1,6 +1,6 @@
 """`TorchState`: a topology over torch processes, its groups taken from the pool.
 
-Device meshes are in `meshes`, the pool in `groups`.
+Device meshes are in `meshes`, the pool in `group_pool`.
 """
 
 from collections.abc import Iterable
@@ -24,17 +24,17 @@ from dualmesh.topology.roles import expanded
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on_group
-from dualmesh_torch.arrays import TorchArrays
-from dualmesh_torch.collectives import TorchCollectives
-from dualmesh_torch.exchanges import exchange
-from dualmesh_torch.groups import Group, GroupPool, Key
+from dualmesh_torch.arrays.arrays import TorchArrays
+from dualmesh_torch.collectives.collectives import TorchCollectives
+from dualmesh_torch.collectives.compile_errors import refuse, refuse_unmade, tell_when_forked
+from dualmesh_torch.collectives.exchanges import exchange
+from dualmesh_torch.collectives.group_member import Everyone, Party
 from dualmesh_torch.host import TorchHostObjects
-from dualmesh_torch.meshes import Meshes, Sharding
-from dualmesh_torch.models import TorchModels
-from dualmesh_torch.named_mesh import NamedMesh
-from dualmesh_torch.party import Everyone, Party
-from dualmesh_torch.programs import TorchPrograms
-from dualmesh_torch.refusals import refuse, refuse_unmade, tell_when_forked
+from dualmesh_torch.mesh.group_pool import Group, GroupPool, Key
+from dualmesh_torch.mesh.meshes import Meshes, Sharding
+from dualmesh_torch.mesh.named_mesh import NamedMesh
+from dualmesh_torch.models.models import TorchModels
+from dualmesh_torch.transforms.programs import TorchPrograms
 
 
 class TorchState(ParallelState):

@@ -29,7 +29,7 @@ def report(backend: str, modules: Sequence[str]) -> dict[str, Any]:
     for module in modules:
         importlib.import_module(module)
     point = discovery.available()[backend]
-    found: dict[str, Any] = importlib.import_module(f"{point.module}.report").report()
+    found: dict[str, Any] = importlib.import_module(f"{point.module}.doctor").report()
     return found
 
 

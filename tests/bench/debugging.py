@@ -29,7 +29,7 @@ def measured() -> dict[tuple[str, str], tuple[float, float]]:
     import torch
     import torch.distributed as dist
 
-    from dualmesh_torch import collectives
+    from dualmesh_torch.collectives import collectives
 
     dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}, roles={"sequence": ("a",)}))
     ways = {"with": collectives._moved, "without": without(collectives)}
@@ -56,7 +56,7 @@ def alone() -> tuple[float, float]:
     """Return the seconds of one call of `_moved` with and without, over an exchange that does nothing."""
     import torch
 
-    from dualmesh_torch import collectives
+    from dualmesh_torch.collectives import collectives
 
     ways = {"with": collectives._moved, "without": without(collectives)}
     nothing = {"nothing": lambda x, party: x}

@@ -196,7 +196,7 @@ def dies_before(rank):
 @fault("rank 3 dies while groups are made", "GroupTimeoutError", "'base': the group of ranks 0, 1, 2, 3 could not be",
        timeout_s=SHORT_S, at={3: ("dies", ())})  # fmt: skip
 def dies_in_building(rank):
-    from dualmesh_torch.groups import GroupPool
+    from dualmesh_torch.mesh.group_pool import GroupPool
 
     if rank == 3:
         GroupPool.acquire = lambda *_: os._exit(7)

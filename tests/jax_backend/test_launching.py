@@ -171,7 +171,7 @@ except dm.errors.SessionError as error:
 )
 def test_jax_takes_the_port_after_the_one_that_torch_holds(variables, method, expected):
     from dualmesh.backend.backend import Launch
-    from dualmesh_jax.launching import coordinator
+    from dualmesh_jax.launch import coordinator
 
     with pytest.MonkeyPatch.context() as patched:
         for name, value in variables.items():
@@ -195,7 +195,7 @@ def together(*calls):
 
 @in_jax(1)
 def test_processes_that_do_not_come_are_named_to_those_that_came():
-    from dualmesh_jax.meeting import meet
+    from dualmesh_jax.rendezvous import meet
 
     address = f"127.0.0.1:{free_port()}"
     first, second = together(lambda: meet(address, 0, 4, 2.0), lambda: meet(address, 2, 4, 2.0))
@@ -208,7 +208,7 @@ def test_processes_that_do_not_come_are_named_to_those_that_came():
 
 @in_jax(1)
 def test_a_taken_port_is_an_error_with_the_cure():
-    from dualmesh_jax.meeting import meet
+    from dualmesh_jax.rendezvous import meet
 
     with socket.create_server(("", 0)) as holder:
         port = holder.getsockname()[1]

@@ -90,7 +90,7 @@ def test_what_jit_keys_on_is_a_small_value_that_keeps_no_state_alive():
 
     import jax
 
-    from dualmesh_jax.keys import key_of
+    from dualmesh_jax.cache_keys import key_of
 
     def step(x):
         with dm.use_parallel_state("talker"):

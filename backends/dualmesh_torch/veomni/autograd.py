@@ -1,6 +1,6 @@
 """What VeOmni's modules and tests call by `.apply`: its autograd functions, over functions that exist.
 
-Functions are in `functions` and `projections`; which module has which name is in `modules`.
+Functions are in `functions` and `projections`; which module has which name is in `scoped_modules`.
 """
 
 from functools import partial

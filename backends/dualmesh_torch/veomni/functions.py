@@ -1,6 +1,6 @@
 """VeOmni's sequence-parallel functions with its arguments, where they differ from those of `dualmesh.sequence`.
 
-States are in `states`, groups in `groups`, projections in `projections`. New code uses `dualmesh.sequence`.
+States are in `states`, groups in `group_pool`, projections in `projections`. New code uses `dualmesh.sequence`.
 """
 
 from functools import partial

@@ -1,0 +1,1 @@
+"""Global arrays on a state's mesh: laid out, read back, constrained."""

@@ -1,0 +1,1 @@
+"""Collectives of per-rank blocks inside `shard_map`, on `jax.lax`."""

@@ -1,0 +1,1 @@
+"""Whole models: any registered tree, and modules that run in one state."""

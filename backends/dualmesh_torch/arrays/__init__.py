@@ -1,0 +1,1 @@
+"""Global arrays as DTensors: laid out, read back, handed from one layout to another."""

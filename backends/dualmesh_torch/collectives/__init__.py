@@ -1,0 +1,1 @@
+"""Collectives of per-rank tensors: eager, traced and under way, on one record of each operation."""

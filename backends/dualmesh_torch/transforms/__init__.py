@@ -1,0 +1,1 @@
+"""Functions of global arrays: per-rank functions lifted, gradients taken and summed."""

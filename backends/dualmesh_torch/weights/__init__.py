@@ -1,0 +1,1 @@
+"""Weights from one set of ranks to another: messages, and groups beside each world's own."""
