@@ -27,7 +27,7 @@ class _Face(ModuleType):
 
 
 def face(
-    package: str, modules: Iterable[str], homes: Mapping[str, str]
+    package: str, modules: Iterable[str], homes: Mapping[str, str], *, base: str | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package whose names are loaded when asked for. *Local.*
 
@@ -35,6 +35,7 @@ def face(
         package: Its name.
         modules: Submodules that are public names, by their paths; the last part is the name.
         homes: Names by the submodule that they are loaded from, several in one string.
+        base: The package that homes are in; None: the package itself.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
     module_of = {path.rpartition(".")[2]: path for path in modules}
@@ -45,11 +46,11 @@ def face(
 
     def find(name: str) -> Any:
         if name in home_of:
-            value = getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+            value = getattr(importlib.import_module(f"{base or package}.{home_of[name]}"), name)
             module.__dict__[name] = value
             return value
         if name in module_of:
-            return importlib.import_module(f"{package}.{module_of[name]}")
+            return importlib.import_module(f"{base or package}.{module_of[name]}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find, lambda: sorted({*module.__dict__, *public})

@@ -1,5 +1,6 @@
 """A backend that a stranger ships is found, chosen by name and held to the same contract (see tests/contract)."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -37,3 +38,4 @@ def test_the_package_knows_dualmesh_only():
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text()
         assert [name for name in ("dualmesh_sim", "dualmesh_torch", "dualmesh_jax", "tests") if name in text] == []
+        assert set(re.findall(r"\bdualmesh\.[\w.]+", text)) <= {"dualmesh.backend", "dualmesh.errors"}

@@ -1,7 +1,6 @@
 """A backend by a stranger, from dualmesh's public classes alone: starting worlds and building states."""
 
-from dualmesh.backend.backend import Backend
-from dualmesh.backend.state_plan import World
+from dualmesh.backend import Backend, World
 from dualmesh.errors import BackendError
 from dualmesh_toy.state import ToyState
 

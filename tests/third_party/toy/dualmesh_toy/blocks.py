@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dualmesh.backend.collectives import Collectives
+from dualmesh.backend import Collectives
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError
 from dualmesh_toy.threads import here
 

@@ -2,14 +2,22 @@
 
 import numpy as np
 
-from dualmesh.backend.arrays import Arrays
-from dualmesh.backend.host import HostObjects
-from dualmesh.backend.plain_models import PlainModels
-from dualmesh.backend.state import ParallelState
-from dualmesh.backend.transforms import Programs
+from dualmesh.backend import (
+    Arrays,
+    HostObjects,
+    P,
+    ParallelState,
+    PlainModels,
+    Programs,
+    check_axes,
+    dim_layouts,
+    global_shape,
+    leaves,
+    mapped,
+    slices_of,
+    spec_tree,
+)
 from dualmesh.errors import NotDifferentiableError, ShapeError, ShardingError
-from dualmesh.sharding.partition_spec import P, check_axes, dim_layouts, global_shape, slices_of
-from dualmesh.sharding.tree import leaves, mapped, spec_tree
 from dualmesh_toy.blocks import ToyCollectives
 from dualmesh_toy.threads import Crew, here
 

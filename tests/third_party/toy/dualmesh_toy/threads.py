@@ -4,7 +4,7 @@ import contextvars
 import threading
 from collections import defaultdict
 
-from dualmesh._support.waits import timeout_s
+from dualmesh.backend import timeout_s
 from dualmesh.errors import AgreementError, GroupTimeoutError
 
 here = contextvars.ContextVar("toy_rank", default=None)
