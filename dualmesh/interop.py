@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dualmesh._support.checks import flag_of, function_of
+from dualmesh._support.checks import check_flag, function_of
 from dualmesh.backend import discovery
 from dualmesh.backend.array_bridge import Border, Linear, Piece
 from dualmesh.backend.state import ParallelState
@@ -84,9 +84,9 @@ def call_torch(fn: Callable[..., Any], state: ParallelState | None = None) -> Ca
 
 def handed_over(where: str, x: Any, source: str, target: str, state: ParallelState | None, *, copy: bool) -> Any:
     """Return arrays of one framework as those of another; see `to_jax`. *Local.*"""
-    copy = flag_of(where, "copy", copy)
+    copy = check_flag(where, "copy", copy)
     giver, taker = discovery.load(source).border(), discovery.load(target).border()
-    twins = functools.cache(functools.partial(_twins, _meant(state), source, target))
+    twins = functools.cache(functools.partial(_counterparts, _resolve_state(state), source, target))
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, PASSED) or taker.owns(leaf):
@@ -96,12 +96,12 @@ def handed_over(where: str, x: Any, source: str, target: str, state: ParallelSta
                 f"{where}: found a {type(leaf).__qualname__}. Give {source} arrays, in nested dicts, lists and tuples.",
                 found=type(leaf),
             )
-        return _crossed(where, leaf, giver, taker, twins(), copy)
+        return _cross(where, leaf, giver, taker, twins(), copy)
 
     return tree.mapped(one, x)
 
 
-def _crossed(where: str, x: Any, giver: Border, taker: Border, twins: "_Twins", copy: bool) -> Any:
+def _cross(where: str, x: Any, giver: Border, taker: Border, twins: "_Twins", copy: bool) -> Any:
     piece: Piece = giver.piece(where, x, twins[0], copy=copy)
     return taker.array(where, piece, twins[1], copy=copy)
 
@@ -109,13 +109,13 @@ def _crossed(where: str, x: Any, giver: Border, taker: Border, twins: "_Twins", 
 _Twins = tuple[ParallelState | None, ParallelState | None]
 
 
-def _meant(state: ParallelState | None) -> ParallelState | None:
+def _resolve_state(state: ParallelState | None) -> ParallelState | None:
     """Return the state given, or the ambient one where some state is registered."""
     found = get_parallel_state() if state is None else state
     return found if isinstance(found, ParallelState) and found.backend != "none" else None
 
 
-def _twins(state: ParallelState | None, source: str, target: str) -> _Twins:
+def _counterparts(state: ParallelState | None, source: str, target: str) -> _Twins:
     """Return the state in both frameworks; none where the other framework has no world here."""
     if state is None or any(discovery.load(name).world() is None for name in (source, target)):
         return None, None
@@ -128,9 +128,9 @@ def _calling(where: str, fn: Any, outside: str, inside: str, state: ParallelStat
 
     @functools.wraps(fn)
     def called(*args: Any) -> Any:
-        meant = _meant(state)
+        meant = _resolve_state(state)
         if meant not in built:
-            built[meant] = _built(where, fn, outside, inside, meant)
+            built[meant] = _build(where, fn, outside, inside, meant)
         return built[meant](*args)
 
     return called
@@ -149,16 +149,16 @@ def _within(fn: Callable[..., Any], state: ParallelState | None) -> Callable[...
     return scoped
 
 
-def _built(where: str, fn: Any, outside: str, inside: str, state: ParallelState | None) -> Callable[..., Any]:
+def _build(where: str, fn: Any, outside: str, inside: str, state: ParallelState | None) -> Callable[..., Any]:
     outer, inner = discovery.load(outside).border(), discovery.load(inside).border()
-    twins = _twins(state, outside, inside)
+    twins = _counterparts(state, outside, inside)
     linearized = inner.linearized(_within(fn, twins[1]), twins[1])
 
     def entering(x: Any) -> Any:
-        return None if x is None else _crossed(where, x, outer, inner, twins, True)
+        return None if x is None else _cross(where, x, outer, inner, twins, True)
 
     def leaving(x: Any) -> Any:
-        return None if x is None else _crossed(where, x, inner, outer, (twins[1], twins[0]), True)
+        return None if x is None else _cross(where, x, inner, outer, (twins[1], twins[0]), True)
 
     def call(arrays: Sequence[Any]) -> Linear:
         linear = linearized([entering(x) for x in arrays])

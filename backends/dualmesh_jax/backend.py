@@ -32,7 +32,7 @@ from dualmesh_jax.models import scoped_modules
 from dualmesh_jax.private import backend_is_initialized
 from dualmesh_jax.scope import JaxMirror
 from dualmesh_jax.state import JaxState
-from dualmesh_jax.store import JaxStore, opened_store
+from dualmesh_jax.store import JaxStore, open_store
 
 EXCHANGE_S = 1800.0
 
@@ -89,7 +89,7 @@ class JaxBackend(Backend):
             is_live=lambda: self._world is world,
         )
         self._world, self._book = world, MeshBook(devices, types)
-        self._store = opened_store(_wait_s(timeout_s))
+        self._store = open_store(_wait_s(timeout_s))
         return world
 
     def stop(self, world: World) -> None:
@@ -124,7 +124,7 @@ class JaxBackend(Backend):
         return JaxFabric(self._book.devices, self._store)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
-        return scoped_modules.scoped(target, name_or_state)
+        return scoped_modules.scope_module(target, name_or_state)
 
     def release(self, states: Sequence[ParallelState]) -> None:
         gone = {id(state) for state in states}

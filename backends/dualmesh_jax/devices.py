@@ -68,7 +68,7 @@ def axis_type(name: str | None) -> AxisType:
 
 def request_cpu_devices(count: int | None) -> None:
     """Ask for that many virtual CPU devices where nobody said a number and JAX has not started. *Local.*"""
-    if count is None or FLAG in os.environ.get("XLA_FLAGS", "") or _configured() >= 0:
+    if count is None or FLAG in os.environ.get("XLA_FLAGS", "") or _configured_count() >= 0:
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -76,7 +76,7 @@ def request_cpu_devices(count: int | None) -> None:
         return
 
 
-def _configured() -> int:
+def _configured_count() -> int:
     count: int = getattr(jax.config, "jax_num_cpu_devices", -1)
     return count
 

@@ -118,7 +118,7 @@ def _mean_of_arrays(
     pieces = {rank: _piece(arrays, rank, device, plan) for rank, device in here.items()}
     _check_alike(pieces, plan)
     is_whole = all(piece.dim < 0 for piece in pieces.values())
-    blocks = [_on(here[rank], _embedded, piece) for rank, piece in pieces.items()]
+    blocks = [_on(here[rank], _embed, piece) for rank, piece in pieces.items()]
     names = over.mesh.axis_names
     split = NamedSharding(over.mesh, PartitionSpec(names))
     joined = jax.make_array_from_single_device_arrays((len(over.devices), *blocks[0].shape[1:]), split, blocks)
@@ -128,7 +128,7 @@ def _mean_of_arrays(
     found = {}
     for number, array in arrays.items():
         mine = [rank for rank in _ranks(plan, number) if rank in here]
-        own = [_on(here[rank], _cut, pieces[rank], results[here[rank]]) for rank in mine]
+        own = [_on(here[rank], _cut_shard, pieces[rank], results[here[rank]]) for rank in mine]
         found[number] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, own)
     return found
 
@@ -174,7 +174,7 @@ def _on(device: Any, fn: Callable[..., Any], *args: Any) -> Any:
         return fn(*args)
 
 
-def _embedded(piece: _Piece) -> Any:
+def _embed(piece: _Piece) -> Any:
     """Return a shard among zeros, as the one row of a block."""
     if piece.dim < 0:
         return piece.data[None]
@@ -184,7 +184,7 @@ def _embedded(piece: _Piece) -> Any:
     return jnp.pad(piece.data, padding)[None]
 
 
-def _cut(piece: _Piece, row: Any) -> Any:
+def _cut_shard(piece: _Piece, row: Any) -> Any:
     """Return a rank's shard of the one row of a block."""
     result = row[0]
     if piece.dim < 0:

@@ -17,7 +17,7 @@ from jax import dlpack
 from jax.sharding import NamedSharding, SingleDeviceSharding, get_abstract_mesh
 
 from dualmesh.arrays.transforms import shard_map
-from dualmesh.backend.array_bridge import Border, Linear, Piece, needed
+from dualmesh.backend.array_bridge import Border, Linear, Piece, require_state
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArrayTypeError, OutsideShardMapError, ShardingError
 from dualmesh.sharding.partition_spec import P
@@ -47,7 +47,7 @@ class JaxBorder(Border):
             raise ArrayTypeError(TRACED.format(where=where, shape=x.shape), found=x.aval)
         spec = None
         if not isinstance(x.sharding, SingleDeviceSharding):
-            known: Any = needed(where, state, f"an array of shape {x.shape}")
+            known: Any = require_state(where, state, f"an array of shape {x.shape}")
             spec = known.spec_of(x)
             if len(x.addressable_shards) != 1:
                 raise ShardingError(
@@ -79,7 +79,7 @@ class JaxBorder(Border):
             block = jnp.copy(block).block_until_ready()
         if piece.spec is None:
             return block
-        sharding = needed(where, state, f"an array of shape {piece.shape}").sharding(piece.spec)
+        sharding = require_state(where, state, f"an array of shape {piece.shape}").sharding(piece.spec)
         return jax.make_array_from_single_device_arrays(piece.shape, sharding, [block])
 
     def linearized(self, fn: Callable[..., Any], state: ParallelState | None) -> Callable[[Sequence[Any]], Linear]:
@@ -89,7 +89,7 @@ class JaxBorder(Border):
 
         def call(arrays: Sequence[jax.Array]) -> Linear:
             blocks = state is not None and state.world_size > 1 and not any(_is_global(x) for x in arrays)
-            given = [_stacked(x, state) for x in arrays] if blocks and state is not None else list(arrays)
+            given = [_stack(x, state) for x in arrays] if blocks and state is not None else list(arrays)
             returned, pull = (lifted if blocks else forward)(*given)
             outputs, containers = jax.tree.flatten(returned)
 
@@ -107,7 +107,7 @@ class JaxBorder(Border):
         def results_of(arrays: Sequence[Any]) -> Any:
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
             if shapes not in probed:
-                probed[shapes] = _probed(call, shapes)
+                probed[shapes] = _probe_shapes(call, shapes)
             return probed[shapes]
 
         def run(*arrays: Any) -> Any:
@@ -140,7 +140,7 @@ def _callback(fn: Callable[..., Any], results: Sequence[jax.ShapeDtypeStruct], *
     return jax.pure_callback(fn, list(results), *args, vmap_method="sequential")
 
 
-def _probed(call: Callable[[Sequence[Any]], Linear], shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
+def _probe_shapes(call: Callable[[Sequence[Any]], Linear], shapes: Sequence[jax.ShapeDtypeStruct]) -> Any:
     """Return what a function returns for zeros of some shapes: the only way to know its shapes before it runs.
 
     In a thread of its own, where no trace and no mesh is under way.
@@ -170,7 +170,7 @@ def _is_global(x: jax.Array) -> bool:
     return isinstance(x.sharding, NamedSharding)
 
 
-def _stacked(x: jax.Array, state: ParallelState) -> jax.Array:
+def _stack(x: jax.Array, state: ParallelState) -> jax.Array:
     """Return this rank's block as its part of a global array: rank i's block is row i. *Local.*"""
     shape, sharding = (state.world_size, *x.shape), state.sharding(P("world"))
     return jax.make_array_from_single_device_arrays(shape, sharding, [x[None]])
@@ -185,7 +185,7 @@ def _cotangent(y: jax.Array, given: Any, state: ParallelState | None) -> Any:
         return np.zeros(y.shape, jax.dtypes.float0)
     if given is None:
         return jnp.zeros_like(y)
-    return given if state is None else _stacked(given, state)
+    return given if state is None else _stack(given, state)
 
 
 def _is_differentiable(x: Any) -> bool:

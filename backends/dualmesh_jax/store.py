@@ -128,7 +128,7 @@ class JaxStore:
         )
 
 
-def opened_store(wait_s: float) -> JaxStore | None:
+def open_store(wait_s: float) -> JaxStore | None:
     """Return the store for a new life of the world, or None: one process, or this JAX has none. *Local.*
 
     Each process counts the lives of the world in which it took part, so all give one life the same number.

@@ -57,7 +57,7 @@ def run_together(state: "JaxState", what: str, program: Callable[..., Any], args
     store, processes = state.store, state.processes
     if store is None or len(processes) == 1:
         return program(*args)
-    said = f"{state.common_label}: {what} of {_described(args)}"
+    said = f"{state.common_label}: {what} of {_describe_arguments(args)}"
     if switch.on:
         _compare(store, state, what, said, processes)
     with _Waiting(store, processes, said) as number:
@@ -85,7 +85,7 @@ def run_named(
     try:
         result = program(*args)
         if switch.on or state.device_type == "cpu":
-            wait_for(result, lambda: _raise_if_told(store, failures))
+            wait_for(result, lambda: _raise_if_refused(store, failures))
         return result
     except (jax.errors.JaxRuntimeError, ValueError, _FailedElsewhereError) as error:
         _refuse_failure(store, state, what, error, failures)
@@ -96,7 +96,7 @@ class _FailedElsewhereError(RuntimeError):
     """Another process could not run a program to its end, so this one waits in vain."""
 
 
-def _raise_if_told(store: JaxStore, failures: str | None) -> None:
+def _raise_if_refused(store: JaxStore, failures: str | None) -> None:
     told = None if failures is None else store.find(failures)
     if told is not None:
         raise _FailedElsewhereError(told)
@@ -172,7 +172,7 @@ def _refuse_failure(
     ) from error
 
 
-def _described(args: Sequence[Any]) -> str:
+def _describe_arguments(args: Sequence[Any]) -> str:
     """Say what must be equal of arguments in all processes."""
     leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array | np.ndarray | np.generic)]
     return listed((f"{x.dtype}{list(np.shape(x))}" for x in leaves), limit=50)

@@ -51,14 +51,14 @@ class SimCollectives(Collectives):
         return kind_of(where, x.dtype)
 
     def all_reduce(self, x: Any, axis: Axis, *, op: str) -> Any:
-        return reduced(self._swap("all_reduce", x, axis, op=op), op)
+        return reduce_blocks(self._swap("all_reduce", x, axis, op=op), op)
 
     def all_gather(self, x: Any, axis: Axis, *, dim: int) -> Any:
         return np.concatenate(self._swap("all_gather", x, axis, dim=dim), axis=dim)
 
     def reduce_scatter(self, x: Any, axis: Axis, *, dim: int, op: str) -> Any:
         blocks = self._swap("reduce_scatter", x, axis, dim=dim, op=op)
-        return self._own_block(reduced(blocks, op), axis, dim)
+        return self._own_block(reduce_blocks(blocks, op), axis, dim)
 
     def all_to_all(self, x: Any, axis: Axis, *, split_dim: int, concat_dim: int) -> Any:
         blocks = self._swap("all_to_all", x, axis, split_dim=split_dim, concat_dim=concat_dim)
@@ -114,7 +114,7 @@ class SimCollectives(Collectives):
 
     def reduce(self, x: Any, axis: Axis, *, src: int) -> Any:
         """Sum the blocks to index `src`; zeros elsewhere. The transpose of `broadcast`."""
-        total = reduced(self._swap("reduce", x, axis, src=src), "sum")
+        total = reduce_blocks(self._swap("reduce", x, axis, src=src), "sum")
         return total if self.axis_index(axis) == src else np.zeros_like(total)
 
     def place_block(self, x: Any, axis: Axis, *, dim: int) -> Any:
@@ -156,7 +156,7 @@ class SimCollectives(Collectives):
         return here
 
 
-def reduced(blocks: "list[Block]", op: str) -> "Block":
+def reduce_blocks(blocks: "list[Block]", op: str) -> "Block":
     """Reduce equal blocks elementwise in index order; the dtype stays. *Pure.*"""
     combine = {"max": np.maximum, "min": np.minimum}.get(op, np.add)
     total = blocks[0].copy()

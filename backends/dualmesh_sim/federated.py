@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 AXES = {"mean": "replica", "exchange": "federated", "broadcast": "replica"}
 
 
-def averaged(state: "SimState", x: Any, plan: AveragingPlan) -> Any:
+def average(state: "SimState", x: Any, plan: AveragingPlan) -> Any:
     """Return the mean of a block. *Collective over the state's ranks.*"""
     value = np.asarray(x)
     if value.dtype.kind not in "fc":

@@ -14,8 +14,8 @@ from dualmesh.sharding.tree import leaves, mapped, spec_tree
 from dualmesh.topology.averaging import AveragingPlan
 from dualmesh.topology.topology import Axis
 from dualmesh_sim.arrays import SimArray, SimArrays
-from dualmesh_sim.collectives import kind_of, reduced
-from dualmesh_sim.federated import averaged
+from dualmesh_sim.collectives import kind_of, reduce_blocks
+from dualmesh_sim.federated import average
 from dualmesh_sim.rendezvous import Run, place
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class SimPrograms(Programs):
         return total if order == np.inf else total ** (1 / order)
 
     def federated_mean(self, tree: Any, plan: AveragingPlan) -> Any:
-        return mapped(lambda x: averaged(self._state, x, plan), tree)
+        return mapped(lambda x: average(self._state, x, plan), tree)
 
     def _whole(self, x: Any) -> Any:
         return self._arrays.to_numpy(x) if isinstance(x, SimArray) else np.asarray(x)
@@ -155,7 +155,7 @@ class SimPrograms(Programs):
     def _summed(self, rank: int, spec: P, held: "Mapping[int, NDArray[Any]]") -> "NDArray[Any]":
         if kind_of("shard_map", held[rank].dtype) == "bool":
             raise ArrayTypeError(f"shard_map: {spec!r} sums a bool result, which is not defined. Convert it first.")
-        return reduced([held[member] for member in self._state.ranks(spec.partial, rank)], "sum")
+        return reduce_blocks([held[member] for member in self._state.ranks(spec.partial, rank)], "sum")
 
     def _check_replicated(self, joined: SimArray) -> None:
         state = self._state

@@ -178,7 +178,7 @@ class Run:
     def _check_agreement(self, group: Group, here: _Round) -> None:
         if len(set(here.calls.values())) > 1:
             raise AgreementError(
-                f"shard_map: ranks {listed(group)} do not do the same. {_grouped(here.calls)} Every "
+                f"shard_map: ranks {listed(group)} do not do the same. {_group_doings(here.calls)} Every "
                 f"rank of a group must call the same collectives, in the same order, on equal shapes and dtypes.",
                 calls=dict(here.calls),
             )
@@ -191,7 +191,7 @@ class Run:
         )
 
     def _doings(self, ranks: Group) -> str:
-        return _grouped({rank: self._doing(rank) for rank in ranks})
+        return _group_doings({rank: self._doing(rank) for rank in ranks})
 
     def _doing(self, rank: int) -> str:
         if rank in self._ended:
@@ -213,7 +213,7 @@ class Run:
         return error
 
 
-def _grouped(doings: Mapping[int, str]) -> str:
+def _group_doings(doings: Mapping[int, str]) -> str:
     """Write what ranks do, those that do the same together."""
     ranks: dict[str, list[int]] = {}
     for rank in sorted(doings):

@@ -74,17 +74,17 @@ def agree_on(plans: Sequence[StatePlan], rank: int, session: str) -> None:
     for ranks in sorted(by_ranks, key=lambda members: (members[0], len(members), tuple(members[:64]))):
         if rank in ranks:
             said = describe_plans(by_ranks[ranks])
-            agreed(TorchStore(store, session), Matter("init_parallel_state", ranks, rank, said))
+            agree_in_store(TorchStore(store, session), Matter("init_parallel_state", ranks, rank, said))
 
 
 def agree_on_group(where: str, ranks: Sequence[int], rank: int, session: str, said: str) -> None:
     """Return once all ranks of a group that is made at first use want it made. *Collective over the ranks.*"""
     store = private.default_store()
     if store is not None and len(ranks) > 1:
-        agreed(TorchStore(store, session), Matter(where, ranks, rank, said))
+        agree_in_store(TorchStore(store, session), Matter(where, ranks, rank, said))
 
 
-def agreed(store: TorchStore, matter: Matter, timeout_s: float | None = None) -> int:
+def agree_in_store(store: TorchStore, matter: Matter, timeout_s: float | None = None) -> int:
     """Return the number of the round, once all ranks of a matter said the same. *Collective over them*."""
     limit = waits.timeout_s() if timeout_s is None else timeout_s
     try:
@@ -93,10 +93,10 @@ def agreed(store: TorchStore, matter: Matter, timeout_s: float | None = None) ->
     except DualmeshError:
         raise
     except RuntimeError as error:
-        raise unanswered(f"{matter.where} ({matter.said})", matter.rank, error, matter.undone) from error
+        raise no_answer_error(f"{matter.where} ({matter.said})", matter.rank, error, matter.undone) from error
 
 
-def unanswered(where: str, rank: int, error: Exception, undone: str = "Nothing was built.") -> AgreementError:
+def no_answer_error(where: str, rank: int, error: Exception, undone: str = "Nothing was built.") -> AgreementError:
     """Return the error for a store that does not answer. *Pure.*"""
     return AgreementError(
         f"{where}: the store in which the ranks met does not answer on rank {rank}: {error}. The process that holds "

@@ -22,7 +22,7 @@ from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import BackendError, DualmeshError, SessionError, listed
 from dualmesh.runtime.scope import set_explainer
 from dualmesh_torch import private
-from dualmesh_torch.agreement import agree_on, unanswered
+from dualmesh_torch.agreement import agree_on, no_answer_error
 from dualmesh_torch.bounded import within
 from dualmesh_torch.group_factory import TorchFabric
 from dualmesh_torch.interop import TorchBorder
@@ -108,9 +108,9 @@ class TorchBackend(Backend):
     def agreed_address(self, world: World) -> str:
         (rank,) = world.local_ranks
         try:
-            return _announced(rank, f"dualmesh/address/{self.pool.session if self.pool is not None else ''}")
+            return _announce_address(rank, f"dualmesh/address/{self.pool.session if self.pool is not None else ''}")
         except RuntimeError as error:
-            raise unanswered("Backend 'torch'", rank, error) from error
+            raise no_answer_error("Backend 'torch'", rank, error) from error
 
     def build(self, plans: Sequence[StatePlan], world: World) -> list[ParallelState]:
         pool = self.pool
@@ -124,7 +124,7 @@ class TorchBackend(Backend):
         try:
             needs = {state: state.planned_keys() for state in states}
             if not private.has_member_groups():
-                pool.make_everywhere(key for state in states for key in state.everyones_keys())
+                pool.make_everywhere(key for state in states for key in state.keys_of_all())
             where = f"init_parallel_state of {listed(repr(plan.name) for plan in plans)}"
             pool.acquire((key for keys in needs.values() for key in keys), self, where)
             for state, keys in needs.items():
@@ -138,7 +138,7 @@ class TorchBackend(Backend):
         return list(states)
 
     def scoped(self, target: Any, name_or_state: str | ParallelState) -> Any | None:
-        return scoped_modules.scoped(target, name_or_state) if isinstance(target, torch.nn.Module) else None
+        return scoped_modules.scope_module(target, name_or_state) if isinstance(target, torch.nn.Module) else None
 
     def release(self, states: Sequence[ParallelState]) -> None:
         for state in states:
@@ -184,7 +184,7 @@ class TorchBackend(Backend):
         )
 
 
-def _announced(rank: int, slot: str) -> str:
+def _announce_address(rank: int, slot: str) -> str:
     """Return the address that rank 0 puts into the default store: a free port, on the host of that store."""
     store: Any = private.default_store()
     if rank == 0:
@@ -223,7 +223,7 @@ def _session_number(group: dist.ProcessGroup) -> str:
             return "0"
         return str(within(waits.timeout_s(), lambda: store.add(f"dualmesh/worlds/{group.rank()}", 1)))
     except RuntimeError as error:
-        raise unanswered("Backend 'torch'", group.rank(), error) from error
+        raise no_answer_error("Backend 'torch'", group.rank(), error) from error
 
 
 def _check(plan: StatePlan) -> None:

@@ -16,11 +16,11 @@ from dualmesh.errors import AgreementError, ArrayTypeError, ShardingError, liste
 from dualmesh.sharding.tree import leaves, mapped
 from dualmesh.topology.averaging import AveragingPlan, Step
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 from dualmesh_torch.private import gather
 
 Tensor = torch.Tensor
-PartyOf = Callable[[str], Party]
+PartyOf = Callable[[str], GroupMember]
 """Returns this rank's place in the group of a step: "mean", "exchange", "broadcast", or "everyone" for all ranks."""
 
 
@@ -33,12 +33,12 @@ class _Window(NamedTuple):
     action: str = "exchange"
 
 
-def averaged(tree: Any, plan: AveragingPlan, rank: int, party_of: PartyOf, home: tuple[int, ...]) -> Any:
+def average(tree: Any, plan: AveragingPlan, rank: int, member_of: PartyOf, home: tuple[int, ...]) -> Any:
     """Return the tree of means. *Collective over the plan's ranks.*
 
     Args:
         rank: This rank in the plan.
-        party_of: The groups.
+        member_of: The groups.
         home: The ranks of the world that make up this rank's federation, on which DTensors must lie.
 
     Raises:
@@ -48,42 +48,42 @@ def averaged(tree: Any, plan: AveragingPlan, rank: int, party_of: PartyOf, home:
     """
     for x in leaves(tree):
         _check(x, plan, home)
-    _agree(tree, plan, party_of("everyone"))
-    return mapped(lambda x: _mean(x.detach(), plan, rank, party_of), tree)
+    _agree(tree, plan, member_of("everyone"))
+    return mapped(lambda x: _mean(x.detach(), plan, rank, member_of), tree)
 
 
-def _mean(x: Tensor, plan: AveragingPlan, rank: int, party_of: PartyOf) -> Tensor:
+def _mean(x: Tensor, plan: AveragingPlan, rank: int, member_of: PartyOf) -> Tensor:
     held = x.to_local() if isinstance(x, DTensor) else x
     value = held.to(torch.float32) if held.dtype.itemsize < 4 else held
     window = _window(x, plan, rank)
     for action in ("mean", "exchange", "broadcast"):
         if window is not None and action == "exchange":
-            value = _pieced(value, window, plan.shares[plan.topology.federated_rank(rank)], party_of)
+            value = _sum_pieces(value, window, plan.shares[plan.topology.federated_rank(rank)], member_of)
             continue
         step = plan.step(action, rank)
         if len(step.ranks) > 1:
-            value = _taken(value, step, rank, party_of(action))
+            value = _take_step(value, step, rank, member_of(action))
     value = value.to(held.dtype) if value is not held else held.clone()
     if not isinstance(x, DTensor):
         return value
     return DTensor.from_local(value, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _taken(value: Tensor, step: Step, rank: int, party: Party) -> Tensor:
+def _take_step(value: Tensor, step: Step, rank: int, member: GroupMember) -> Tensor:
     """Return the value after a step on whole values or like shards."""
     place = step.ranks.index(rank)
     if step.action == "broadcast":
         found = value.clone(memory_format=torch.contiguous_format)
         if found.numel():
-            with exchange("federated_mean", party, found, src=step.src):
-                dist.broadcast(found, group=party.group, group_src=step.src)
+            with exchange("federated_mean", member, found, src=step.src):
+                dist.broadcast(found, group=member.group, group_src=step.src)
         return found
     weight = step.weights[place] if step.pieces[place].place == 0 else 0.0
     total = value.mul(weight).contiguous() if weight else torch.zeros_like(value, memory_format=torch.contiguous_format)
-    return _summed(total, party)
+    return _sum(total, member)
 
 
-def _pieced(value: Tensor, window: _Window, share: float, party_of: PartyOf) -> Tensor:
+def _sum_pieces(value: Tensor, window: _Window, share: float, member_of: PartyOf) -> Tensor:
     """Return what lies at this rank's place in the sum of shards of different sizes."""
     shape = list(value.shape)
     shape[window.dim] = window.length
@@ -91,15 +91,13 @@ def _pieced(value: Tensor, window: _Window, share: float, party_of: PartyOf) -> 
     own = total.narrow(window.dim, window.start, value.shape[window.dim])
     if share:
         own.copy_(value).mul_(share)
-    return (
-        _summed(total, party_of(window.action)).narrow(window.dim, window.start, value.shape[window.dim]).contiguous()
-    )
+    return _sum(total, member_of(window.action)).narrow(window.dim, window.start, value.shape[window.dim]).contiguous()
 
 
-def _summed(total: Tensor, party: Party) -> Tensor:
+def _sum(total: Tensor, member: GroupMember) -> Tensor:
     if total.numel():
-        with exchange("federated_mean", party, total):
-            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=party.group)
+        with exchange("federated_mean", member, total):
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=member.group)
     return total
 
 
@@ -149,24 +147,24 @@ def _check(x: Any, plan: AveragingPlan, home: tuple[int, ...]) -> None:
         )
 
 
-def _agree(tree: Any, plan: AveragingPlan, party: Party) -> None:
+def _agree(tree: Any, plan: AveragingPlan, member: GroupMember) -> None:
     """Refuse on every rank when some gave another tree, before anything is sent."""
-    said = f"shares {plan.shares}, averages_replicas={plan.averages_replicas}, " + _described(tree, plan)
+    said = f"shares {plan.shares}, averages_replicas={plan.averages_replicas}, " + _describe(tree, plan)
     device = next((x.device for x in leaves(tree)), torch.device("cpu"))
     mine = torch.tensor([_digest(said)], dtype=torch.int64, device=device)
-    every = mine.new_empty(party.size)
-    with exchange("federated_mean", party):
-        gather(every, mine, group=party.group)
+    every = mine.new_empty(member.size)
+    with exchange("federated_mean", member):
+        gather(every, mine, group=member.group)
     if bool((every == mine).all()):
         return
-    words: list[Any] = [None] * party.size
-    with exchange("federated_mean", party):
-        dist.all_gather_object(words, said, group=party.group)
+    words: list[Any] = [None] * member.size
+    with exchange("federated_mean", member):
+        dist.all_gather_object(words, said, group=member.group)
     others = {place: text for place, text in enumerate(words) if text != said}
     place, text = next(iter(others.items()))
     raise AgreementError(
-        f"federated_mean: ranks {listed(others)} gave other trees or weights than rank {party.index}. Rank {place}: "
-        f"{text}. Rank {party.index}: {said}. Give the same containers, shapes, dtypes and weights on every rank.",
+        f"federated_mean: ranks {listed(others)} gave other trees or weights than rank {member.index}. Rank {place}: "
+        f"{text}. Rank {member.index}: {said}. Give the same containers, shapes, dtypes and weights on every rank.",
         ranks=tuple(others),
     )
 
@@ -175,7 +173,7 @@ def _digest(said: str) -> int:
     return int.from_bytes(hashlib.sha256(said.encode()).digest()[:7])
 
 
-def _described(tree: Any, plan: AveragingPlan) -> str:
+def _describe(tree: Any, plan: AveragingPlan) -> str:
     """Say what must be alike on all ranks: structure, global shapes, dtypes and splits."""
     sized = plan.topology.shard_size is not None or plan.topology.is_symmetric
 

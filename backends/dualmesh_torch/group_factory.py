@@ -16,8 +16,8 @@ from dualmesh.backend.group_factory import Fabric, Grid
 from dualmesh.errors import RankError, SessionError, listed
 from dualmesh.topology.averaging import AveragingPlan
 from dualmesh.topology.communicators import Membership, RankList
-from dualmesh_torch.collectives.group_member import Party
-from dualmesh_torch.federated import averaged
+from dualmesh_torch.collectives.group_member import GroupMember
+from dualmesh_torch.federated import average
 from dualmesh_torch.mesh.group_pool import GroupPool, Key
 
 _AVAILABLE: Mapping[str, Callable[[], bool]] = {
@@ -75,7 +75,7 @@ class TorchFabric(Fabric):
         if row is None:
             raise RankError(f"make_mesh: rank {pool.rank} is not in {listed(rows)}. Only members call it.", rows=rows)
         column = tuple(other[row.index(pool.rank)] for other in rows)
-        keys = [_hooked(pool, line, device_type) for line in ((column, row) if len(names) == 2 else (row,))]
+        keys = [_hook_key(pool, line, device_type) for line in ((column, row) if len(names) == 2 else (row,))]
         user = object()
         held = pool.acquire(keys, user)
         groups, grid = [held[key] for key in keys], torch.tensor(row if len(names) == 1 else rows, dtype=torch.int)
@@ -122,11 +122,11 @@ class TorchFabric(Fabric):
         pool = self._live("federated_mean")
         handles = {"exchange": state.federated_group, "mean": state.replica_group, "broadcast": state.replica_group}
 
-        def party(action: str) -> Party:
+        def member(action: str) -> GroupMember:
             group = (handles.get(action) or (pool.default,))[0]
-            return Party(group, group.size(), group.rank(), pool)
+            return GroupMember(group, group.size(), group.rank(), pool)
 
-        return averaged(tree, plan, state.rank, party, plan.topology.federation(state.rank))
+        return average(tree, plan, state.rank, member, plan.topology.federation(state.rank))
 
     def _live(self, where: str) -> GroupPool:
         if self._pool is None or not self.is_running():
@@ -134,6 +134,6 @@ class TorchFabric(Fabric):
         return self._pool
 
 
-def _hooked(pool: GroupPool, ranks: tuple[int, ...], device_type: str) -> Key:
+def _hook_key(pool: GroupPool, ranks: tuple[int, ...], device_type: str) -> Key:
     """Return the key of a group that wrappers reduce over from hooks (see `dualmesh.topology.communicators`)."""
     return pool.key(Membership(RankList(ranks), "param" if len(ranks) > 1 else "data"), device_type)

@@ -25,17 +25,17 @@ class TorchHostObjects(HostObjects):
         self._gathered("host.barrier", None, "world")
 
     def broadcast(self, value: Any, axis: Axis, *, src: int) -> Any:
-        held, party = [value], self._state.party(axis)
-        with exchange("host.broadcast", party, src=src):
-            dist.broadcast_object_list(held, group=party.group, group_src=src)
+        held, member = [value], self._state.member(axis)
+        with exchange("host.broadcast", member, src=src):
+            dist.broadcast_object_list(held, group=member.group, group_src=src)
         return held[0]
 
     def all_gather(self, value: Any, axis: Axis) -> list[Any]:
         return self._gathered("host.all_gather", value, axis)
 
     def _gathered(self, where: str, value: Any, axis: Axis) -> list[Any]:
-        party = self._state.party(axis)
-        found: list[Any] = [None] * party.size
-        with exchange(where, party):
-            dist.all_gather_object(found, value, group=party.group)
+        member = self._state.member(axis)
+        found: list[Any] = [None] * member.size
+        with exchange(where, member):
+            dist.all_gather_object(found, value, group=member.group)
         return found

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import dlpack
 
-from dualmesh.backend.array_bridge import Border, Linear, Piece, needed
+from dualmesh.backend.array_bridge import Border, Linear, Piece, require_state
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArrayTypeError
 from dualmesh.sharding import tree
-from dualmesh_torch.arrays.assembly import assembled
+from dualmesh_torch.arrays.assembly import assemble
 
 HAS_GRADIENT = (
     "{where}: a tensor of shape {shape} requires a gradient, which does not travel with its values. Differentiate "
@@ -37,7 +37,7 @@ class TorchBorder(Border):
             raise ArrayTypeError(HAS_GRADIENT.format(where=where, shape=tuple(x.shape)), found=x.dtype)
         spec, block = None, x.detach()
         if isinstance(x, DTensor):
-            known: Any = needed(where, state, f"a DTensor of shape {tuple(x.shape)}")
+            known: Any = require_state(where, state, f"a DTensor of shape {tuple(x.shape)}")
             spec, block = known.spec_of(x), x.to_local().detach()
         if copy:
             block = block.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -57,8 +57,8 @@ class TorchBorder(Border):
             block = block.clone(memory_format=torch.contiguous_format)
         if piece.spec is None:
             return block
-        mesh, placements = needed(where, state, f"an array of shape {piece.shape}").sharding(piece.spec)
-        return assembled(block, mesh, placements, piece.shape)
+        mesh, placements = require_state(where, state, f"an array of shape {piece.shape}").sharding(piece.spec)
+        return assemble(block, mesh, placements, piece.shape)
 
     def linearized(self, fn: Callable[..., Any], state: ParallelState | None) -> Callable[[Sequence[Any]], Linear]:
         def call(arrays: Sequence[torch.Tensor]) -> Linear:

@@ -436,7 +436,7 @@ def stash(key: str, value: Any) -> bool:
     return True
 
 
-def stashed(key: str) -> Any:
+def find_stashed(key: str) -> Any:
     """Return what `stash` kept, in that thread or in an autograd worker thread that it started."""
     has, get = getattr(torch._C, "_is_key_in_tls", None), getattr(torch._C, "_get_obj_in_tls", None)  # noqa: SLF001
     return get(key) if has is not None and get is not None and has(key) else None

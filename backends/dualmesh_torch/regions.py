@@ -116,13 +116,13 @@ def carry_to_workers() -> None:
     Costs nothing where there is no accelerator: there backward runs in the thread that calls it.
     """
     if torch.accelerator.is_available() and private.stash(_KEY, None):
-        core.set_elsewhere(lambda: scope_of_node(_carried()))
+        core.set_elsewhere(lambda: scope_of_node(_carried_scope()))
         core.add_mirror(WorkerMirror())
 
 
-def _carried() -> Scope | None:
+def _carried_scope() -> Scope | None:
     """Return the scope that was open where backward() was called, in a worker thread of autograd; else None."""
-    found = private.stashed(_KEY)
+    found = private.find_stashed(_KEY)
     return None if found is None or found[0] == threading.get_ident() else found[1]
 
 
@@ -162,15 +162,15 @@ def scope_of_node(scope: Scope | None) -> Scope | None:
     if number is None:
         return scope
     if _thread.is_worker and core.this_thread.scope is None:  # its nodes are those of the thread that called backward()
-        journal, current = private.stashed(_JOURNAL_KEY), scope
+        journal, current = private.find_stashed(_JOURNAL_KEY), scope
         if journal is None:
             return scope
-        return _found(node, number, journal, current)
+        return _find_scope(node, number, journal, current)
     journal = own_journal()
     # Threads count apart, and a node does not say whose it is: all that may have made it must have been in one state.
     candidates = [other.find(number, None) for other in list(_journals) if other is not journal and other.has(number)]
     if number < private.nodes_made()():
-        candidates.insert(0, _found(node, number, journal, core.this_thread.scope))
+        candidates.insert(0, _find_scope(node, number, journal, core.this_thread.scope))
     states = {_state_of(one): one for one in candidates}
     if len(states) > 1:
         names = listed(repr(core.default_name() if one is None else one.name) for one in candidates)
@@ -178,7 +178,7 @@ def scope_of_node(scope: Scope | None) -> Scope | None:
     return candidates[0] if candidates else None
 
 
-def _found(node: Any, number: int, journal: Journal, current: Scope | None) -> Scope | None:
+def _find_scope(node: Any, number: int, journal: Journal, current: Scope | None) -> Scope | None:
     if number < journal.least:
         raise _unknown(node, "the states of then were cleared, or it is too long ago")
     return journal.find(number, current)

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from dualmesh._support import waits
 from dualmesh.backend.backend import Launch
 from dualmesh.runtime.agreement import Matter, count_left, leave
-from dualmesh_torch.agreement import TorchStore, agreed
+from dualmesh_torch.agreement import TorchStore, agree_in_store
 from dualmesh_torch.bounded import PATIENCE_S, within
 
 _LINGER_S = 2.0
@@ -59,7 +59,7 @@ class Rendezvous:
             undone="No world was started.",
             cure="Start every process with the same address, world size and kind of devices.",
         )
-        life = agreed(lives, matter, wait.total_seconds())
+        life = agree_in_store(lives, matter, wait.total_seconds())
         return PrefixStore(f"dualmesh/attempts/{launch.attempt}/lives/{life}", store)
 
     def _at(self, launch: Launch, wait: timedelta) -> Any:

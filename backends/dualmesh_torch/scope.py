@@ -14,7 +14,7 @@ from torch.utils import checkpoint as checkpointing
 from dualmesh.backend.state import ParallelState
 from dualmesh.runtime import scope as core
 from dualmesh.runtime.scope import Scope
-from dualmesh.runtime.thread_check import check_unscoped
+from dualmesh.runtime.thread_check import check_thread
 from dualmesh_torch import private
 
 RECOMPILE_LIMIT = (
@@ -63,7 +63,7 @@ def _region() -> None:
     """Nothing to find: what torch compiles is traced by no other framework."""
 
 
-@torch.compiler.substitute_in_graph(check_unscoped)
+@torch.compiler.substitute_in_graph(check_thread)
 def _check_unscoped(name: str) -> None:
     """Nothing to do: compiled code says nothing."""
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dualmesh._support.waits import checked_timeout
+from dualmesh._support.waits import check_timeout
 from dualmesh.backend.state import AxisTable, ParallelState
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.errors import RankError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P
 from dualmesh.topology import communicators
 from dualmesh.topology.layout import Layout
-from dualmesh.topology.roles import expanded
+from dualmesh.topology.roles import expand_axes
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.agreement import agree_on_group
@@ -28,7 +28,7 @@ from dualmesh_torch.arrays.arrays import TorchArrays
 from dualmesh_torch.collectives.collectives import TorchCollectives
 from dualmesh_torch.collectives.compile_errors import refuse, refuse_unmade, tell_when_forked
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Everyone, Party
+from dualmesh_torch.collectives.group_member import GroupMember, MeshMembers
 from dualmesh_torch.host import TorchHostObjects
 from dualmesh_torch.mesh.group_pool import Group, GroupPool, Key
 from dualmesh_torch.mesh.meshes import Meshes, Sharding
@@ -81,9 +81,9 @@ class TorchState(ParallelState):
         known = self._pool.planned.setdefault((self.plan.ranks, self.topology.members), {})
         return communicators.memberships(self.topology, self._place, self.plan.ranks, known)
 
-    def everyones_keys(self) -> list[Key]:
+    def keys_of_all(self) -> list[Key]:
         """Return the groups that all ranks of the state together need from the start. *Pure*, O(world)."""
-        return [self._key(need) for need in communicators.everyones(self.topology, self.plan.ranks)]
+        return [self._key(need) for need in communicators.memberships_of_all(self.topology, self.plan.ranks)]
 
     def take(self, groups: dict[Key, Group]) -> None:
         """Keep groups that the pool gave, by axis. *Local.*"""
@@ -93,33 +93,33 @@ class TorchState(ParallelState):
         for axis, need in self._needs.items():
             group = self._groups[axis] = self._held[self._key(need)]
             if need.lane == "data":
-                party = Party(group, len(need.ranks), self._indices[axis], self._pool, self, axis)
-                self.collectives.know(axis, party)
+                member = GroupMember(group, len(need.ranks), self._indices[axis], self._pool, self, axis)
+                self.collectives.know(axis, member)
         if "loss" in self.topology.spec.roles:
             loss = self.topology.role("loss")
-            self.collectives.know(loss, self.party(loss))
+            self.collectives.know(loss, self.member(loss))
 
-    def party(self, axis: Axis) -> Party:
+    def member(self, axis: Axis) -> GroupMember:
         """Return this rank's place in the group that collectives over an axis use; made at first use. *Collective.*"""
         self.require_ready("ops")
         if not self.is_real:
             self.refuse_simulated("ops")
         need = self._need(axis, "data")
-        return Party(self._group_of(need), len(need.ranks), self._indices[axis], self._pool, self, axis)
+        return GroupMember(self._group_of(need), len(need.ranks), self._indices[axis], self._pool, self, axis)
 
     def group_along(self, layout: Layout) -> Group:
         """Return the group of ranks that differ in the digits of a layout; made at first use. *Collective.*"""
         grid = (rank + self.topology.rank_offset for rank in layout.ranks(self.topology.position(self._place)))
         return self._group_of(communicators.Membership(communicators.RankList(map(self.session_rank, grid)), "data"))
 
-    def party_over(self, ranks: tuple[int, ...]) -> Party:
+    def member_over(self, ranks: tuple[int, ...]) -> GroupMember:
         """Return this rank's place among session ranks, members or not; made at first use. *Collective over them.*"""
         group = self._group_of(communicators.Membership(communicators.RankList(ranks), "data"))
-        return Party(group, len(ranks), ranks.index(self._pool.rank), self._pool, self)
+        return GroupMember(group, len(ranks), ranks.index(self._pool.rank), self._pool, self)
 
-    def everyone_on(self, mesh: DeviceMesh) -> Everyone:
+    def mesh_members(self, mesh: DeviceMesh) -> MeshMembers:
         """Return all ranks of a mesh, for exchanges whose groups torch picks. *Local.*"""
-        return Everyone(self, self._pool, mesh)
+        return MeshMembers(self, self._pool, mesh)
 
     def _group_for(self, axis: Axis) -> Group:
         self.require_ready("group")
@@ -154,15 +154,15 @@ class TorchState(ParallelState):
         super().warm_up(*axes)
         for axis in axes:
             if self.size(axis) > 1:
-                self.collectives.know(axis, self.party(axis))
+                self.collectives.know(axis, self.member(axis))
         for _, group in sorted(self._held.items()):  # Collective order: one that all ranks share.
             if group.size() > 1 and self._pool.is_real:
-                with exchange("warm_up", Party(group, group.size(), group.rank(), self._pool, self)):
+                with exchange("warm_up", GroupMember(group, group.size(), group.rank(), self._pool, self)):
                     dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
-        self._timeout_s = checked_timeout("set_timeout", timeout_s)
+        self._timeout_s = check_timeout("set_timeout", timeout_s)
         if not self._pool.is_real:
             return
         self.host.barrier()  # a rank that still waits under the old time must not be met under a shorter one
@@ -202,7 +202,7 @@ class TorchState(ParallelState):
 
     def axes(self, axis: Axis) -> tuple[str, ...]:
         self.size(axis)
-        names = expanded(self.topology, (axis,) if isinstance(axis, str) else axis)
+        names = expand_axes(self.topology, (axis,) if isinstance(axis, str) else axis)
         return tuple(self.meshes.dim_name(name) for name in names if self.size(name) > 1)
 
     def pspec(self, *entries: Any, partial: str | Iterable[str] = ()) -> tuple[Placement, ...]:
@@ -274,10 +274,10 @@ class TorchState(ParallelState):
         return super().is_live and not self._is_forked
 
     @property
-    def _ended_words(self) -> str:
+    def _ending(self) -> str:
         if self._is_forked:
             return "is another process', of which this one is a fork: its groups do not work here"
-        return super()._ended_words
+        return super()._ending
 
     def return_groups(self) -> None:
         """Give the groups back to the pool. *Local.*"""

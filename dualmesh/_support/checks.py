@@ -73,7 +73,7 @@ def items_in(value: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def items_of(where: str, name: str, value: Any) -> tuple[Any, ...]:
+def check_items(where: str, name: str, value: Any) -> tuple[Any, ...]:
     """Return the items of a sequence or another iterable. *Pure.*
 
     Raises:
@@ -85,13 +85,13 @@ def items_of(where: str, name: str, value: Any) -> tuple[Any, ...]:
     return items
 
 
-def words_of(where: str, name: str, value: Any) -> tuple[str, ...]:
+def check_strings(where: str, name: str, value: Any) -> tuple[str, ...]:
     """Return names as a tuple; one string is one name. *Pure.*
 
     Raises:
         ArgumentError: It is no string and no iterable of strings.
     """
-    words = (value,) if isinstance(value, str) else items_of(where, name, value)
+    words = (value,) if isinstance(value, str) else check_items(where, name, value)
     if not all(isinstance(word, str) for word in words):
         raise ArgumentError(f"{where}: {name} is {value!r}. Give names: strings.", **{name: value})
     return words
@@ -102,7 +102,7 @@ def is_switched_on(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0", "false", "False")
 
 
-def flag_of(where: str, name: str, value: Any) -> bool:
+def check_flag(where: str, name: str, value: Any) -> bool:
     """Return a yes or no as a bool. *Pure.*
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dualmesh.errors import MissingPackageError
 
 
-def imported(module: str, package: str, wanted_by: str, install: str | None = None) -> Any:
+def import_optional(module: str, package: str, wanted_by: str, install: str | None = None) -> Any:
     """Import a module of an optional package. *Local.*
 
     Args:

@@ -29,7 +29,7 @@ def timeout_s(given: float | None = None, variables: Mapping[str, str] | None = 
     return seconds
 
 
-def checked_timeout(where: str, timeout_s: Any) -> float:
+def check_timeout(where: str, timeout_s: Any) -> float:
     """Return a time in seconds, or refuse it. *Pure.*"""
     if not is_duration(timeout_s):
         raise ArgumentError(f"{where}: {timeout_s!r} is no time. Give seconds above 0.", timeout_s=timeout_s)

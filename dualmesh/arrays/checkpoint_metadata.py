@@ -9,7 +9,7 @@ from typing import Any
 from dualmesh.arrays.plan import ShardingPlan
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, SpecError, listed
-from dualmesh.runtime.scope import meant
+from dualmesh.runtime.scope import resolve_state
 from dualmesh.topology.federation import FederatedSpec
 from dualmesh.topology.group_topology import GroupSpec
 from dualmesh.topology.spec import TopologySpec
@@ -40,7 +40,7 @@ def describe(state: ParallelState | None = None, plan: ShardingPlan | None = Non
     dp_shard_sp: size 4 -> 2
     dp_sp: size 4 -> 2
     """
-    owner = meant("describe", state)
+    owner = resolve_state("describe", state)
     if plan is not None and not isinstance(plan, ShardingPlan):
         raise ArgumentError(f"describe: plan={plan!r}. Give a dm.ShardingPlan, or leave it out.", plan=plan)
     return {

@@ -7,14 +7,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from dualmesh._support.checks import flag_of, items_of
+from dualmesh._support.checks import check_flag, check_items
 from dualmesh._support.optional_imports import np
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, DualmeshError, RankError, ShardingError, listed
 from dualmesh.ops import host
-from dualmesh.runtime.scope import meant
+from dualmesh.runtime.scope import resolve_state
 from dualmesh.sharding.partition_spec import P, dim_layouts
-from dualmesh.sharding.slices import clipped, covering_slices, padded_shape, trimmed
+from dualmesh.sharding.slices import clip_slices, covering_slices, padded_shape, trim
 from dualmesh.topology.resolve import positive
 
 
@@ -50,9 +50,9 @@ def distribute(
     """
     where = "distribute"
     owner, spec = _ready(where, state), P.of(spec)
-    pad, check = flag_of(where, "pad", pad), flag_of(where, "check", check)
+    pad, check = check_flag(where, "pad", pad), check_flag(where, "check", check)
     if src is None:
-        made = owner.arrays.distribute(_grown(owner, array, spec) if pad else array, spec)
+        made = owner.arrays.distribute(_pad(owner, array, spec) if pad else array, spec)
         if check:
             _check_equal(owner, array)
         return made
@@ -74,7 +74,7 @@ def to_numpy(x: Any, *, shape: Sequence[int] | None = None, state: ParallelState
         ShapeError: The array has another number of dims than `shape`, or is smaller.
     """
     whole = _ready("to_numpy", state).arrays.to_numpy(x)
-    return whole if shape is None else trimmed("to_numpy", whole, shape)
+    return whole if shape is None else trim("to_numpy", whole, shape)
 
 
 def shard_local(block: Any, spec: Any, *, state: ParallelState | None = None, check: bool = False) -> Any:
@@ -123,16 +123,16 @@ def local_slices(
             the beginning of its block, and may be short or empty.
     """
     where = "local_slices"
-    owner = meant(where, state)
-    shape = tuple(positive(where, "shape", size, least=0) for size in items_of(where, "shape", shape))
+    owner = resolve_state(where, state)
+    shape = tuple(positive(where, "shape", size, least=0) for size in check_items(where, "shape", shape))
     ranks = (rank,) if rank is not None else owner.local_ranks or (owner.own_rank(),)
     places, topology, spec = [owner.grid_rank(one) for one in ranks], owner.topology, P.of(spec)
-    if not flag_of(where, "pad", pad):
+    if not check_flag(where, "pad", pad):
         return covering_slices(topology, spec, shape, places)
-    return clipped(covering_slices(topology, spec, padded_shape(topology, spec, shape), places), shape)
+    return clip_slices(covering_slices(topology, spec, padded_shape(topology, spec, shape), places), shape)
 
 
-def _grown(owner: ParallelState, array: Any, spec: P) -> Any:
+def _pad(owner: ParallelState, array: Any, spec: P) -> Any:
     """Return a host array with zeros where the spec's axes do not divide it; as it is where they do."""
     shape = tuple(np.shape(array))
     padded = padded_shape(owner.topology, spec, shape, what="distribute: array")
@@ -149,7 +149,7 @@ def _from_one(owner: ParallelState, array: Any, spec: P, src: Any, pad: bool) ->
     refusal: DualmeshError | None = None
     if src in owner.local_ranks:
         try:
-            array = _grown(owner, array, spec) if pad else array
+            array = _pad(owner, array, spec) if pad else array
             dim_layouts(owner.topology, spec, np.shape(array), what=f"{where}: array")
             if len(owner.local_ranks) == owner.world_size:
                 return owner.arrays.distribute(array, spec)
@@ -214,6 +214,6 @@ def _digest(block: Any, part: Any) -> bytes:
 
 
 def _ready(where: str, state: ParallelState | None) -> ParallelState:
-    owner = meant(where, state)
+    owner = resolve_state(where, state)
     owner.require_ready(where)
     return owner

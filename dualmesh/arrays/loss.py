@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dualmesh import ops
-from dualmesh._support.checks import flag_of
+from dualmesh._support.checks import check_flag
 from dualmesh._support.optional_imports import array_api_compat, np
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
-from dualmesh.runtime.scope import meant
-from dualmesh.runtime.single_process import SoloState
-from dualmesh.topology.roles import expanded, stage_axes
+from dualmesh.runtime.scope import resolve_state
+from dualmesh.runtime.single_process import SingleProcessState
+from dualmesh.topology.roles import expand_axes, stage_axes
 from dualmesh.topology.topology import Axis, Topology
 
 
@@ -44,7 +44,7 @@ def token_mean(
         ArrayTypeError: `loss_sum` is no floating-point array; counts are booleans.
         ShapeError: One of them is no scalar.
     """
-    owner = meant("token_mean", state)
+    owner = resolve_state("token_mean", state)
     over = owner.topology.role("loss") if axis is None else axis
     if not hasattr(loss_sum, "dtype"):
         raise ArrayTypeError(f"token_mean: loss_sum is {loss_sum!r}. Give a floating-point scalar array.", x=loss_sum)
@@ -64,7 +64,7 @@ def token_mean(
         )
     if loss_sum.dtype.itemsize < 4:
         loss_sum = xp.astype(loss_sum, xp.float32)  # 16 bits count no tokens: float16 ends at 65504
-    cut = _unchanged if isinstance(owner, SoloState) else owner.collectives.stop_gradient
+    cut = _unchanged if isinstance(owner, SingleProcessState) else owner.collectives.stop_gradient
     zero = xp.zeros_like(loss_sum)
     held = cut(_as_dtype_of(xp, loss_sum, count))
     # A negative count that nobody could look at: not a number, on every rank, rather than a wrong mean.
@@ -90,7 +90,7 @@ def _number_of(owner: ParallelState, name: str, number: Any) -> float | None:
         if array_api_compat.is_numpy_array(number):
             known: float | None = float(number)
         else:
-            known = None if isinstance(owner, SoloState) else owner.collectives.known_number(number)
+            known = None if isinstance(owner, SingleProcessState) else owner.collectives.known_number(number)
     elif isinstance(number, int | float) and not isinstance(number, bool):
         known = float(number)
     else:
@@ -148,7 +148,7 @@ def sum_gradients(
     Raises:
         ShardingError: A gradient would not be the sum over the right ranks.
     """
-    owner = meant("sum_gradients", state)
+    owner = resolve_state("sum_gradients", state)
     owner.require_live("sum_gradients")
     if axis is not None:
         owner.size(axis)
@@ -169,7 +169,7 @@ def sync_gradients(params: Any, axis: Axis | None = None, *, state: ParallelStat
     Args:
         axis: The axis; None: the role "loss".
     """
-    owner = meant("sync_gradients", state)
+    owner = resolve_state("sync_gradients", state)
     over = owner.topology.role("loss") if axis is None else axis
     owner.require_ready("sync_gradients")
     return params if owner.size(over) == 1 else owner.programs.sync_gradients(params, over)
@@ -186,7 +186,7 @@ def global_norm(tree: Any, ord: float = 2, axis: Axis | None = None, *, state: P
         axis: The axis along which per-rank blocks differ: blocks of a tensor-parallel module, say. Give blocks and
             replicated arrays in two calls and put their norms together.
     """
-    owner = meant("global_norm", state)
+    owner = resolve_state("global_norm", state)
     order = _order_of("global_norm", "ord", ord)
     owner.require_ready("global_norm")
     split = axis if axis is not None and owner.size(axis) > 1 else None
@@ -223,13 +223,13 @@ def clip_grad_norm_(
         ArgumentError: Ranks hold different numbers of tensors that look alike, or another rank refused what it got.
         NonFiniteError: It is NaN or infinite, and `error_if_nonfinite`.
     """
-    owner = meant("clip_grad_norm_", state)
+    owner = resolve_state("clip_grad_norm_", state)
     order = _order_of("clip_grad_norm_", "norm_type", norm_type)
     if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
         raise ArgumentError(f"clip_grad_norm_: max_norm={max_norm!r}. Give a number, at least 0.", max_norm=max_norm)
     if blocks is not None and not isinstance(blocks, Mapping):
         raise ArgumentError(f"clip_grad_norm_: blocks={blocks!r}. Give a dict of axes to parameters.", blocks=blocks)
-    flag = flag_of("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
+    flag = check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
     owner.require_ready("clip_grad_norm_")
     if isinstance(parameters, Iterator):
         parameters = list(parameters)
@@ -240,7 +240,7 @@ def clip_grad_norm_(
 def _stages_unnamed(topology: Topology, blocks: Mapping[Axis, Any]) -> list[Axis]:
     """Return the axes of pipeline stages that no key of the blocks names, be it together as a combined axis. *Pure.*"""
     stages = stage_axes(topology)
-    keys = [expanded(topology, axis if isinstance(axis, tuple) else (axis,)) for axis in blocks]
+    keys = [expand_axes(topology, axis if isinstance(axis, tuple) else (axis,)) for axis in blocks]
     named = {name for key in keys if set(key) <= set(stages) for name in key}
     return [name for name in stages if name not in named]
 

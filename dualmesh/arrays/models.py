@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dualmesh._support.checks import words_of
+from dualmesh._support.checks import check_strings
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShardingError
-from dualmesh.runtime.scope import inside, meant
+from dualmesh.runtime.scope import resolve_state, scope_of
 from dualmesh.sharding.partition_spec import P
 from dualmesh.sharding.plan_report import Report
 from dualmesh.topology.topology import Topology
@@ -105,9 +105,9 @@ def units_of(where: str, units: Any) -> Units:
     ({'layers.*': None, '': None}, {'experts': ('efsdp',)})
     """
     if not isinstance(units, Mapping):
-        return dict.fromkeys(words_of(where, "units", units))
-    words_of(where, "units", tuple(units))
-    named = {pattern: None if axes is None else words_of(where, "units", axes) for pattern, axes in units.items()}
+        return dict.fromkeys(check_strings(where, "units", units))
+    check_strings(where, "units", tuple(units))
+    named = {pattern: None if axes is None else check_strings(where, "units", axes) for pattern, axes in units.items()}
     return {pattern: axes or None for pattern, axes in named.items()}
 
 
@@ -144,12 +144,12 @@ def init_sharded(
     if not callable(fn) or not isinstance(plan, ModelPlan):
         raise ArgumentError(f"init_sharded: fn={fn!r}, plan={plan!r}. Give a function and a dm.ShardingPlan.")
     owner = _ready("init_sharded", state)
-    with inside(state):
+    with scope_of(state):
         return owner.models.init(fn, lambda model: plan.specs_in(owner, model, names), args)
 
 
 def _ready(where: str, state: ParallelState | None) -> ParallelState:
-    owner = meant(where, state)
+    owner = resolve_state(where, state)
     owner.require_ready(where)
     if getattr(owner, "models", None) is None:
         raise ShardingError(f"{where}: the backend {owner.backend!r} lays out no models.", backend=owner.backend)

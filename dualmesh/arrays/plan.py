@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh._support.plain_data import read_pairs, write_pairs
 from dualmesh.arrays.models import ModelPlan
 from dualmesh.errors import ShardingError, did_you_mean, listed
@@ -66,7 +66,7 @@ class ShardingPlan(ModelPlan):
 
     def __init__(self, patterns: Any, rules: Any = None, default: Any = None) -> None:
         where = "ShardingPlan"
-        pairs = patterns.items() if isinstance(patterns, Mapping) else items_of(where, "patterns", patterns)
+        pairs = patterns.items() if isinstance(patterns, Mapping) else check_items(where, "patterns", patterns)
         wrong = [pair for pair in pairs if not isinstance(pair, tuple) or len(pair) != 2]
         if wrong:
             raise ShardingError(f"{where}: {wrong[0]!r} is no (pattern, spec) pair. Give {{pattern: spec}}.", plan=self)
@@ -161,7 +161,7 @@ class ShardingPlan(ModelPlan):
         rows = [("path", "shape", "spec", "per rank")]
         for path, shape, _ in parameters:
             rows.append((path, str(shape), repr(specs[path]), str(local_shape(topology, specs[path], shape))))
-        return _aligned(rows)
+        return _align_columns(rows)
 
     def _checked(self, parameter: Parameter, topology: Topology | None, report: Report) -> _Chosen:
         chosen = self._chosen(parameter, topology, report)
@@ -250,7 +250,7 @@ class ShardingPlan(ModelPlan):
         rows = [("pattern", "gets"), *((text, repr(choice)) for text, choice in self.patterns)]
         rows += [] if self.default is None else [("(no pattern)", repr(self.default))]
         rows += [("", ""), ("rule", "axes"), *((name, repr(entry)) for name, entry in self.rules)] if self.rules else []
-        return _aligned(rows)
+        return _align_columns(rows)
 
 
 def _choice(where: str, value: Any) -> Choice:
@@ -291,7 +291,7 @@ def _from_plain(value: Any) -> Choice:
     return names_in(value["names"]) if isinstance(value, Mapping) else P(*value)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)

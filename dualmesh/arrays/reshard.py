@@ -8,7 +8,7 @@ from typing import Any
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShardingError
 from dualmesh.runtime.registry import registry
-from dualmesh.runtime.scope import meant
+from dualmesh.runtime.scope import resolve_state
 from dualmesh.sharding.partition_spec import P, is_spec
 
 FORMS = (
@@ -52,7 +52,7 @@ def reshard(x: Any, spec: Any = None, *, src: Any = None, dst: Any = None, state
     if spec is not None:
         if src is not None or dst is not None:
             raise ArgumentError(FORMS)
-        owner = meant("reshard", state)
+        owner = resolve_state("reshard", state)
         owner.require_ready("reshard")
         return owner.arrays.constrain(x, P.of(spec))
     if src is None or dst is None:
@@ -77,7 +77,7 @@ def _end(what: str, end: Any, state: ParallelState | None) -> tuple[ParallelStat
     """Return the state and the spec of one end."""
     is_pair = type(end) is tuple and len(end) == 2  # a JAX spec may be a tuple of a kind of its own
     if not is_pair and is_spec(end):
-        return meant("reshard", state), P.of(end)
+        return resolve_state("reshard", state), P.of(end)
     if not is_pair or not isinstance(end[0], str | ParallelState):
         raise ArgumentError(f"reshard: {what}={end!r}. Give (name or state, dm.P(...)), or a dm.P.", end=end)
     name, spec = end

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from dualmesh._support.checks import flag_of, function_of, items_of, words_of
+from dualmesh._support.checks import check_flag, check_items, check_strings, function_of
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError
-from dualmesh.runtime.scope import get_parallel_state, inside, meant, use_parallel_state
+from dualmesh.runtime.scope import get_parallel_state, resolve_state, scope_of, use_parallel_state
 from dualmesh.topology.resolve import positive, whole
 
 
@@ -27,7 +27,7 @@ class ShardMapped:
         self._built: WeakKeyDictionary[ParallelState, Callable[..., Any]] = WeakKeyDictionary()
 
     def __call__(self, *args: Any) -> Any:
-        state = meant("shard_map", self._state)
+        state = resolve_state("shard_map", self._state)
         state.require_ready("shard_map")
         program = self._built.get(state)
         if program is None:
@@ -66,8 +66,8 @@ def shard_map(
     """
     where = "shard_map"
     function_of(where, fn)
-    over = None if axes is None else words_of(where, "axes", axes)
-    return ShardMapped(fn, state, in_specs, out_specs, over, flag_of(where, "check_replicated", check_replicated))
+    over = None if axes is None else check_strings(where, "axes", axes)
+    return ShardMapped(fn, state, in_specs, out_specs, over, check_flag(where, "check_replicated", check_replicated))
 
 
 def value_and_grad(
@@ -84,16 +84,16 @@ def value_and_grad(
     where = "value_and_grad"
     function_of(where, fn)
     one = whole(argnums)
-    listed_numbers = (argnums,) if one is not None else items_of(where, "argnums", argnums)
+    listed_numbers = (argnums,) if one is not None else check_items(where, "argnums", argnums)
     numbers = tuple(positive(where, "argnums", number, least=0) for number in listed_numbers)
     if not numbers:
         raise ArgumentError(f"{where}: argnums={argnums!r}. Give an argument's position or several, from 0.")
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> tuple[Any, Any]:
-        owner = meant("value_and_grad", state)
+        owner = resolve_state("value_and_grad", state)
         owner.require_ready("value_and_grad")
-        with inside(state):
+        with scope_of(state):
             value, gradients = owner.programs.value_and_grad(fn, numbers)(*args)
         return value, gradients if one is None else gradients[0]
 

@@ -82,7 +82,7 @@ class Border(ABC):
         """
 
 
-def needed(where: str, state: ParallelState | None, found: object) -> ParallelState:
+def require_state(where: str, state: ParallelState | None, found: object) -> ParallelState:
     """Return the state that a global array needs. *Pure.*
 
     Raises:

@@ -1,4 +1,4 @@
-"""`RememberedState`: a state that came by pickle from another process. It answers sizes and ranks, and no more.
+"""`DetachedState`: a state that came by pickle from another process. It answers sizes and ranks, and no more.
 
 In a worker of the process that sent it (of a data loader, say) it also knows its own rank: that process'. How states
 travel is in `pickling`.
@@ -20,7 +20,7 @@ ELSEWHERE = (
 )
 
 
-class RememberedState(ParallelState):
+class DetachedState(ParallelState):
     """Sizes and ranks of a state of another process; everything that needs its session is refused by name."""
 
     backend = "none"
@@ -41,7 +41,7 @@ class RememberedState(ParallelState):
         self._origin = origin
 
     @property
-    def session_words(self) -> str:
+    def session_label(self) -> str:
         return self._session
 
     def require_live(self, where: str) -> NoReturn:
@@ -100,8 +100,8 @@ class RememberedState(ParallelState):
     def __reduce__(self) -> tuple[Any, ...]:
         held = self._held
         if pickling.speaks_for(held):  # so that workers of this worker speak for the same ranks
-            held = held._replace(holders=tuple(dict.fromkeys((*held.holders, pickling.identity()))))
-        return pickling.unpacked, (tuple(self.names), self.plan, self._session, self._origin, held)
+            held = held._replace(holders=tuple(dict.fromkeys((*held.holders, pickling.identify_process()))))
+        return pickling.unpack_state, (tuple(self.names), self.plan, self._session, self._origin, held)
 
 
 def _never() -> bool:

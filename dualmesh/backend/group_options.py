@@ -19,13 +19,13 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def checked_options(options: Mapping[str, Any] | None) -> GroupOptions:
+def check_options(options: Mapping[str, Any] | None) -> GroupOptions:
     """Return options as sorted pairs, alike for equal settings, or refuse them. *Pure.*
 
     Raises:
         ArgumentError: An option is unknown or has a value of another kind.
 
-    >>> checked_options({"timeout_s": 60, "is_high_priority": True})
+    >>> check_options({"timeout_s": 60, "is_high_priority": True})
     (('is_high_priority', True), ('timeout_s', 60.0))
     """
     if options is None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, ClassVar, Self
 
 from dualmesh._support.provided import provided
-from dualmesh._support.waits import checked_timeout
+from dualmesh._support.waits import check_timeout
 from dualmesh.backend import pickling
 from dualmesh.backend.arrays import Arrays
 from dualmesh.backend.collectives import Collectives
@@ -18,7 +18,7 @@ from dualmesh.backend.host import HostObjects
 from dualmesh.backend.models import Models
 from dualmesh.backend.state_plan import StatePlan, World
 from dualmesh.backend.transforms import Programs
-from dualmesh.backend.veomni_attributes import SeedAttributes
+from dualmesh.backend.veomni_attributes import VeOmniAttributes
 from dualmesh.errors import (
     ArgumentError,
     MembershipError,
@@ -47,7 +47,7 @@ class AxisTable(dict[Axis, Any]):
         return value
 
 
-class ParallelState(SeedAttributes, ABC):
+class ParallelState(VeOmniAttributes, ABC):
     """A named topology in use: sizes, ranks, groups, meshes and shardings.
 
     Ranks are session ranks. `rank=None` means this process' rank. Sizes and ranks are answered without
@@ -88,7 +88,7 @@ class ParallelState(SeedAttributes, ABC):
         self._groups = AxisTable(self._group_for)
         self.group = self._groups.__getitem__
         self._released = False
-        self._travel_number = pickling.numbered(self)
+        self._pickling_number = pickling.number_state(self)
 
     # -- what it is ------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class ParallelState(SeedAttributes, ABC):
         Raises:
             SessionError: The other framework has no world here, or its ranks lie in other processes.
         """
-        found: ParallelState = provided("counterpart").twin_of(self, backend)
+        found: ParallelState = provided("counterpart").counterpart_of(self, backend)
         return found
 
     # -- sizes and ranks -------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class ParallelState(SeedAttributes, ABC):
 
         States that share a group share its timeout. Where the framework has no timeouts (JAX, sim) nothing changes.
         """
-        checked_timeout("set_timeout", timeout_s)
+        check_timeout("set_timeout", timeout_s)
         self.require_ready("set_timeout")
 
     @abstractmethod
@@ -342,7 +342,7 @@ class ParallelState(SeedAttributes, ABC):
         """
         if self.is_live:
             return
-        what = "was cleared" if self._released else self._ended_words
+        what = "was cleared" if self._released else self._ending
         raise StaleStateError(
             f"{where}: {self.label} {what}. Initialize the state again and ask for it by name.",
             state=self,
@@ -355,7 +355,7 @@ class ParallelState(SeedAttributes, ABC):
             raise self._not_member(where)
 
     @property
-    def _ended_words(self) -> str:
+    def _ending(self) -> str:
         return f"lost its world: the {self.backend} session it was built in ended"
 
     def release(self) -> None:
@@ -409,13 +409,13 @@ class ParallelState(SeedAttributes, ABC):
         return html
 
     @property
-    def session_words(self) -> str:
+    def session_label(self) -> str:
         """How messages call the session, wherever the state is pickled to."""
         ranks = listed(self.world.local_ranks, limit=4)
         return f"{self.backend}, {self.world.size} ranks, this process rank {ranks}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return pickling.packed(self, self._travel_number)
+        return pickling.pack_state(self, self._pickling_number)
 
     def __copy__(self) -> "ParallelState":
         return self

@@ -1,4 +1,4 @@
-"""The attributes by which the seed's callers ask a state, all from one table: the body of `SeedAttributes`.
+"""The attributes by which the seed's callers ask a state, all from one table: the body of `VeOmniAttributes`.
 
 What states answer by axis name is in `state`. Here, and only here, a disabled group is None, and an axis that a
 topology does not have answers like one of size 1.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from dualmesh.errors import NoStateError
-from dualmesh.topology.roles import expanded
+from dualmesh.topology.roles import expand_axes
 from dualmesh.topology.topology import Axis, Topology
 
 Value = TypeVar("Value")
@@ -65,7 +65,7 @@ def family(name: str, *, role: str | None = None, grouped: bool = False, absent:
     )
 
 
-class SeedAttributes:
+class VeOmniAttributes:
     """The seed's attributes of a state; `family` makes five at once.
 
     >>> import dualmesh as dm
@@ -171,7 +171,7 @@ def _axis(topology: Topology, name: str, role: str | None = None) -> Axis | None
     """Return the axes of a role, by their usual name where that means the same; without the role the axis so named."""
     usual = name if name in topology.axis_names else None
     axes = None if role is None else topology.spec.roles.get(role)
-    if axes is None or (usual is not None and expanded(topology, (usual,)) == expanded(topology, axes)):
+    if axes is None or (usual is not None and expand_axes(topology, (usual,)) == expand_axes(topology, axes)):
         return usual
     return axes
 

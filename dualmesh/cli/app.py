@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 from dualmesh.cli import check, doctor, draw, plan, show
-from dualmesh.cli.command_flags import Flag, read, words
-from dualmesh.cli.report import ABSENT, EXTRA, USAGE, Report, printed
+from dualmesh.cli.command_flags import Flag, read_flags, words
+from dualmesh.cli.report import ABSENT, EXTRA, USAGE, Report, print_answer
 from dualmesh.errors import ArgumentError, DualmeshError, MissingPackageError, did_you_mean, listed
 
 CODES = """\
@@ -43,19 +43,22 @@ _HELP = ("help", "-h", "--help", "-help", "--helpfull")
 def main() -> None:
     """Answer the command line of this process, and end it. *Local.*"""
     try:
-        app, flags = imported("absl.app", "absl-py", "dualmesh", EXTRA), imported("absl.flags", "absl-py", "dualmesh")
+        app, flags = (
+            import_optional("absl.app", "absl-py", "dualmesh", EXTRA),
+            import_optional("absl.flags", "absl-py", "dualmesh"),
+        )
     except MissingPackageError as error:
-        sys.exit(_refused(error, "--json" in sys.argv))
+        sys.exit(_report_refusal(error, "--json" in sys.argv))
 
     def leave(argv: Sequence[str]) -> Sequence[str]:
         """Leave the flags to the command, for they are its own."""
         flags.FLAGS(argv[:1])
         return argv
 
-    app.run(lambda argv: _told(argv[1:]), flags_parser=leave)
+    app.run(lambda argv: _run(argv[1:]), flags_parser=leave)
 
 
-def _told(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> int:
     """Run, also for a reader that goes when it has enough, as `head` does."""
     try:
         code = run(argv)
@@ -75,22 +78,22 @@ def run(argv: Sequence[str]) -> int:
     """
     as_json = "--json" in argv
     try:
-        name, rest = _named(argv)
+        name, rest = _split_command(argv)
         if name is None or any(word in _HELP for word in rest):
             sys.stdout.write(_help(name))
             return 0
         command = COMMANDS[name]
-        values, arguments = read(name, command.flags, command.takes_topology, rest)
+        values, arguments = read_flags(name, command.flags, command.takes_topology, rest)
         if arguments and not command.argument:
             raise ArgumentError(f"dualmesh {name}: {listed(arguments)} is no flag. Flags begin with --.")
         report = command.run(values, arguments)
-        printed(report, values["json"].value)
+        print_answer(report, values["json"].value)
         return report.code
     except DualmeshError as error:
-        return _refused(error, as_json)
+        return _report_refusal(error, as_json)
 
 
-def _named(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+def _split_command(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     """Return the command's name, which stands first, and what follows; None where help is asked for."""
     if not argv or argv[0] in _HELP:
         following = argv[1:2]
@@ -103,7 +106,7 @@ def _named(argv: Sequence[str]) -> tuple[str | None, Sequence[str]]:
     return name, argv[1:]
 
 
-def _refused(error: DualmeshError, as_json: bool) -> int:
+def _report_refusal(error: DualmeshError, as_json: bool) -> int:
     code = ABSENT if isinstance(error, MissingPackageError) else USAGE
     if as_json:
         sys.stdout.write(json.dumps({"error": str(error), "kind": type(error).__name__, "code": code}) + "\n")

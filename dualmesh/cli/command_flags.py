@@ -6,7 +6,7 @@ Flags that describe topologies are those of `dualmesh.config.flags`, under short
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 from dualmesh.cli.report import EXTRA
 from dualmesh.config import flags as parallel_flags
 from dualmesh.config.schema import BY_NAME, ENDING, FIELDS, canonical
@@ -35,7 +35,7 @@ WORLD = Flag("world_size", "integer", "ranks in the world; may be left out where
 NODES = Flag("gpus_per_node", "integer", "consecutive ranks on each node; else the configuration's, else 8")
 
 
-def read(command: str, own: Sequence[Flag], takes_topology: bool, given: Sequence[str]) -> tuple[Any, list[str]]:
+def read_flags(command: str, own: Sequence[Flag], takes_topology: bool, given: Sequence[str]) -> tuple[Any, list[str]]:
     """Return the parsed flags of a command and what stands beside them. *Local.*
 
     Args:
@@ -48,7 +48,7 @@ def read(command: str, own: Sequence[Flag], takes_topology: bool, given: Sequenc
         ArgumentError: A flag that the command does not have, or a value that the flag cannot have.
         MissingPackageError: absl is not installed.
     """
-    flags = imported("absl.flags", "absl-py", "dualmesh", EXTRA)
+    flags = import_optional("absl.flags", "absl-py", "dualmesh", EXTRA)
     values = flags.FlagValues()
     if takes_topology:
         parallel_flags.define_parallel_flags(values)
@@ -67,12 +67,12 @@ def read(command: str, own: Sequence[Flag], takes_topology: bool, given: Sequenc
 
 def words(own: Sequence[Flag], takes_topology: bool) -> list[tuple[str, str]]:
     """Return every flag of a command as one writes it, with its help. *Pure.*"""
-    lines = [(_written(flag), flag.help) for flag in own]
+    lines = [(_write_flag(flag), flag.help) for flag in own]
     if takes_topology:
-        lines += [(f"--{_dashed(field.name.removesuffix(ENDING))}", field.help) for field in FIELDS]
+        lines += [(f"--{_with_dashes(field.name.removesuffix(ENDING))}", field.help) for field in FIELDS]
         short = {full: name for name, full in ALIASES.items()}
         lines += [(f"--{short[name]}", text) for name, text in parallel_flags.OTHERS]
-    return [*lines, (_written(JSON), JSON.help)]
+    return [*lines, (_write_flag(JSON), JSON.help)]
 
 
 def _canonical(command: str, given: Iterable[str], names: Sequence[str], switches: Sequence[str]) -> list[str]:
@@ -90,26 +90,26 @@ def _canonical(command: str, given: Iterable[str], names: Sequence[str], switche
             is_negated = name.startswith("no") and name.removeprefix("no") in switches
             full = name if is_negated else canonical(ALIASES.get(name, name), names)
             if full is None:
-                raise ArgumentError(f"dualmesh {command}: no flag --{key}.{_meant(name, known)}", flag=key)
+                raise ArgumentError(f"dualmesh {command}: no flag --{key}.{_closest(name, known)}", flag=key)
             word = f"--{full}{mark}{value}"
         found.append(word)
     return found
 
 
-def _meant(name: str, known: Sequence[str]) -> str:
-    found = closest(_dashed(name), [_dashed(one) for one in known])
+def _closest(name: str, known: Sequence[str]) -> str:
+    found = closest(_with_dashes(name), [_with_dashes(one) for one in known])
     return (
         f" Did you mean --{found}?"
         if found is not None
-        else f" Known: {listed([f'--{_dashed(one)}' for one in known])}."
+        else f" Known: {listed([f'--{_with_dashes(one)}' for one in known])}."
     )
 
 
-def _written(flag: Flag) -> str:
-    return ", ".join([*([f"-{flag.short}"] if flag.short else []), f"--{_dashed(flag.name)}"])
+def _write_flag(flag: Flag) -> str:
+    return ", ".join([*([f"-{flag.short}"] if flag.short else []), f"--{_with_dashes(flag.name)}"])
 
 
-def _dashed(name: str) -> str:
+def _with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 

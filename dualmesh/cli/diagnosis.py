@@ -43,7 +43,7 @@ def frameworks() -> list[str]:
     return [name for name in discovery.available() if name != "sim"]
 
 
-def installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None. *Local.*"""
     try:
         return metadata.version(name)
@@ -53,7 +53,7 @@ def installed(name: str) -> str | None:
 
 def packages() -> Iterator[Finding]:
     """Look at versions: Python, dualmesh, frameworks. *Local.*"""
-    own = installed(discovery.OWN)
+    own = installed_version(discovery.OWN)
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     if own is None or not discovery.available():
         yield Finding(
@@ -65,7 +65,7 @@ def packages() -> Iterator[Finding]:
         return
     yield Finding("dualmesh", "ok", f"{own}, backends: {listed(discovery.available())}")
     least = least_versions()
-    there = {name: version for name in frameworks() if (version := installed(name)) is not None}
+    there = {name: version for name in frameworks() if (version := installed_version(name)) is not None}
     if not there:
         choices = listed(discovery.requirements(name) for name in frameworks())
         yield Finding(
@@ -74,7 +74,7 @@ def packages() -> Iterator[Finding]:
             f"no framework is installed: neither of {listed(frameworks())}",
             f"pip install one of {choices}; backend='sim' works without",
         )
-    there |= {name: version for name in REQUIRED if (version := installed(name)) is not None}
+    there |= {name: version for name in REQUIRED if (version := installed_version(name)) is not None}
     for name, version in there.items():
         wanted = least.get(name)
         if wanted is not None and versions.is_older(version, wanted):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
-from dualmesh.cli.diagnosis import Finding, frameworks, installed, packages, ports, variables
+from dualmesh.cli.diagnosis import Finding, frameworks, installed_version, packages, ports, variables
 from dualmesh.cli.framework_probes import looked_at
 from dualmesh.cli.report import PROBLEM, Report, Table
 from dualmesh.errors import ArgumentError, counted, did_you_mean, listed
@@ -58,7 +58,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
         raise ArgumentError(
             f"dualmesh doctor: --frameworks={listed(names)}. Known: {listed(known)}.{did_you_mean(unknown[0], known)}"
         )
-    return list(names) or [name for name in known if installed(name) is not None]
+    return list(names) or [name for name in known if installed_version(name) is not None]
 
 
 def _ranks_here(world_size: int | None, per_node: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report
-from dualmesh.cli.selection import selected
+from dualmesh.cli.selection import select_states
 from dualmesh.errors import listed
 from dualmesh.pictures import draw as drawn
 
@@ -24,7 +24,7 @@ FLAGS = (
 
 def draw(values: Any, arguments: Sequence[str]) -> Report:
     """Answer `dualmesh draw`. *Local.*"""
-    selection = selected(values)
+    selection = select_states(values)
     picture = drawn(
         dict(selection.topologies),
         gpus_per_node=selection.gpus_per_node,

@@ -37,11 +37,11 @@ def looked_at(
         with_smoke: Whether two ranks add up numbers.
     """
     with ThreadPoolExecutor(max(len(names), 1)) as pool:
-        for findings in pool.map(lambda name: _asked(name, modules, ranks_here, timeout_s, with_smoke), names):
+        for findings in pool.map(lambda name: _ask(name, modules, ranks_here, timeout_s, with_smoke), names):
             yield from findings
 
 
-def _asked(
+def _ask(
     name: str, modules: Sequence[str], ranks_here: int | None, timeout_s: float, with_smoke: bool
 ) -> list[Finding]:
     (report,) = _answers([["report", name, *modules]], [dict(os.environ)], timeout_s)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
-from dualmesh.cli.selection import chosen_rank, selected
+from dualmesh.cli.selection import chosen_rank, select_states
 from dualmesh.cli.show import heading, text_of
 from dualmesh.cli.traffic import Model, bytes_held, data_size, traffic
 from dualmesh.config import StateConfig
@@ -48,7 +48,7 @@ def plan(values: Any, arguments: Sequence[str]) -> Report:
     )
     if values["axes"].value is not None:
         return _fitting(values, model)
-    selection = selected(values)
+    selection = select_states(values)
     layers, hidden = model.shape
     assumed = f"{model.parameters:.3g} parameters, {layers} layers, hidden size {hidden}"
     tokens = f"{model.batch} x {model.sequence} tokens per data index, {model.element_bytes} bytes a value"

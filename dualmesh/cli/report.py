@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 
 EXTRA = "absl-py rich PyYAML"
 """What to install for the command line."""
@@ -41,7 +41,7 @@ class Report:
     code: int = 0
 
 
-def printed(report: Report, as_json: bool) -> None:
+def print_answer(report: Report, as_json: bool) -> None:
     """Print an answer. *Local.*
 
     Raises:
@@ -63,14 +63,17 @@ def printed(report: Report, as_json: bool) -> None:
 
 def _console() -> Any:
     """Return where tables go: as wide as they need to be where nobody's window is known, so that nothing is cut."""
-    consoles = imported("rich.console", "rich", "dualmesh", EXTRA)
+    consoles = import_optional("rich.console", "rich", "dualmesh", EXTRA)
     width = None if sys.stdout.isatty() else 200
     return consoles.Console(file=sys.stdout, width=width)
 
 
 def _rich(table: Table) -> Any:
-    tables, boxes = imported("rich.table", "rich", "dualmesh", EXTRA), imported("rich.box", "rich", "dualmesh", EXTRA)
-    text = imported("rich.text", "rich", "dualmesh", EXTRA)
+    tables, boxes = (
+        import_optional("rich.table", "rich", "dualmesh", EXTRA),
+        import_optional("rich.box", "rich", "dualmesh", EXTRA),
+    )
+    text = import_optional("rich.text", "rich", "dualmesh", EXTRA)
     made = tables.Table(box=boxes.SIMPLE, pad_edge=False)
     for head in table.heads:
         made.add_column(head, overflow="fold")

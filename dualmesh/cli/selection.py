@@ -24,7 +24,7 @@ class Selection(NamedTuple):
     gpus_per_node: int
 
 
-def selected(values: Any, config: Configuration | None = None) -> Selection:
+def select_states(values: Any, config: Configuration | None = None) -> Selection:
     """Return what parsed flags mean. *Local.*
 
     Args:
@@ -41,7 +41,7 @@ def selected(values: Any, config: Configuration | None = None) -> Selection:
     world_size = values["world_size"].value
     if world_size is not None:
         positive("dualmesh", "world_size", world_size)
-    size = world_size or config.world_size or _implied(config)
+    size = world_size or config.world_size or _find_world_size(config)
     per_node = values["gpus_per_node"].value
     if per_node is None:
         per_node = config.gpus_per_node or GPUS_PER_NODE
@@ -63,15 +63,15 @@ def chosen_rank(selection: Selection, rank: int | None, command: str) -> int | N
     return rank
 
 
-def _implied(config: Configuration) -> int:
+def _find_world_size(config: Configuration) -> int:
     """Return the world that all states fill, where no size is left open."""
-    sizes = {name: _filled(config, name) for name in config.states}
+    sizes = {name: _infer_sizes(config, name) for name in config.states}
     if None in sizes.values() or len(set(sizes.values())) != 1:
         raise ArgumentError("dualmesh: how large the world is, is not known. Give --world-size.")
     return max(size for size in sizes.values() if size is not None)
 
 
-def _filled(config: Configuration, name: str) -> int | None:
+def _infer_sizes(config: Configuration, name: str) -> int | None:
     spec = config.states[name].topology_spec()
     if not isinstance(spec, TopologySpec) or config.states[name].ranks is not None:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh.cli.command_flags import NODES, WORLD, Flag
 from dualmesh.cli.report import Report, Table
-from dualmesh.cli.selection import chosen_rank, selected
+from dualmesh.cli.selection import chosen_rank, select_states
 from dualmesh.errors import counted, listed
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, facts, neighbours, views
 from dualmesh.topology.spec import TopologySpec
@@ -21,7 +21,7 @@ _SHOWN = 8
 
 def show(values: Any, arguments: Sequence[str]) -> Report:
     """Answer `dualmesh show`. *Local.*"""
-    selection = selected(values)
+    selection = select_states(values)
     rank = chosen_rank(selection, values["rank"].value, "show")
     data: dict[str, Any] = {}
     parts: list[str | Table] = []

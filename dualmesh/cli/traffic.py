@@ -16,7 +16,7 @@ from dualmesh.errors import ArgumentError
 from dualmesh.topology.layout import overlap
 from dualmesh.topology.parallel_spec import ULYSSES
 from dualmesh.topology.roles import (
-    expanded,
+    expand_axes,
     expert_views,
     has_token_roles,
     param_axes,
@@ -112,9 +112,13 @@ def traffic(topology: Topology, model: Model) -> list[Traffic]:
 
 def bytes_held(topology: Topology, model: Model) -> float:
     """Return the bytes of weights, gradients and Adam's state that one rank holds. *Pure.*"""
-    dense = (model.parameters - model.expert_parameters) / _split(topology) / _size(topology, _role(topology, "params"))
+    dense = (
+        (model.parameters - model.expert_parameters)
+        / _count_cuts(topology)
+        / _size(topology, _role(topology, "params"))
+    )
     rest = _rest(topology)
-    experts = model.expert_parameters / _split(topology, experts=True) / _size(topology, rest)
+    experts = model.expert_parameters / _count_cuts(topology, experts=True) / _size(topology, rest)
     return BYTES_WITH_ADAM * (dense + experts)
 
 
@@ -124,11 +128,11 @@ def data_size(topology: Topology) -> int:
 
 
 def _parameters(topology: Topology, model: Model) -> Iterator[Traffic]:
-    dense = (model.parameters - model.expert_parameters) / _split(topology) * model.element_bytes
+    dense = (model.parameters - model.expert_parameters) / _count_cuts(topology) * model.element_bytes
     params = _role(topology, "params")
-    yield from _sharded(topology, params, dense, "parameters", "gradients")
+    yield from _sharding_traffic(topology, params, dense, "parameters", "gradients")
     copies = _role(topology, "replicate")
-    yield _reduced(topology, copies, dense / _size(topology, params), "add gradients of the copies")
+    yield _reduction_traffic(topology, copies, dense / _size(topology, params), "add gradients of the copies")
     yield Traffic(
         _name(topology, _role(topology, "loss")),
         "add up tokens and the loss",
@@ -141,11 +145,11 @@ def _experts(topology: Topology, model: Model) -> Iterator[Traffic]:
     experts = _expert_axes(topology)
     if not _size(topology, experts) > 1:
         return
-    held = model.expert_parameters / _split(topology, experts=True) * model.element_bytes
+    held = model.expert_parameters / _count_cuts(topology, experts=True) * model.element_bytes
     rest = _rest(topology)
-    yield from _sharded(topology, rest, held, "experts", "experts' gradients")
+    yield from _sharding_traffic(topology, rest, held, "experts", "experts' gradients")
     copies = replica_axes(topology, next(iter(expert_views(topology)), None))
-    yield _reduced(topology, copies, held / _size(topology, rest), "add experts' gradients of the copies")
+    yield _reduction_traffic(topology, copies, held / _size(topology, rest), "add experts' gradients of the copies")
     layers = _layers_here(topology, model)
     tokens = _tokens(topology, model) * model.experts_per_token * model.shape[1] * model.element_bytes
     sent = 4 * layers * _ring(topology, experts, tokens)
@@ -159,7 +163,7 @@ def _activations(topology: Topology, model: Model) -> Iterator[Traffic]:
     heads = block // _size(topology, tensor)
     sums = 4 * layers * 2 * _ring(topology, tensor, block)
     yield Traffic(_name(topology, tensor), "add partial activations", 4 * layers, sums)
-    for axis in expanded(topology, _role(topology, "sequence")):
+    for axis in expand_axes(topology, _role(topology, "sequence")):
         if axis == ULYSSES:
             sent = 8 * layers * _ring(topology, (axis,), heads)
             yield Traffic(axis, "exchange sequence for heads", 8 * layers, sent)
@@ -170,13 +174,15 @@ def _activations(topology: Topology, model: Model) -> Iterator[Traffic]:
     yield Traffic(_name(topology, stages), "hand activations on, and their gradients back", 2, sent)
 
 
-def _sharded(topology: Topology, axes: tuple[str, ...], held: float, what: str, gradients: str) -> Iterator[Traffic]:
+def _sharding_traffic(
+    topology: Topology, axes: tuple[str, ...], held: float, what: str, gradients: str
+) -> Iterator[Traffic]:
     name, once = _name(topology, axes), _ring(topology, axes, held)
     yield Traffic(name, f"gather {what}, forward and backward", 2, 2 * once)
     yield Traffic(name, f"scatter {gradients}", 1, once)
 
 
-def _reduced(topology: Topology, axes: tuple[str, ...], held: float, work: str) -> Traffic:
+def _reduction_traffic(topology: Topology, axes: tuple[str, ...], held: float, work: str) -> Traffic:
     return Traffic(_name(topology, axes), work, 1, 2 * _ring(topology, axes, held))
 
 
@@ -224,7 +230,7 @@ def _name(topology: Topology, axes: tuple[str, ...]) -> Axis:
     return next((name for name, parts in topology.spec.combined.items() if parts == axes), axes)
 
 
-def _split(topology: Topology, *, experts: bool = False) -> int:
+def _count_cuts(topology: Topology, *, experts: bool = False) -> int:
     """Return over how many ranks a layer is cut before sharding: tensor parallel or experts, and stages."""
     return _size(topology, _expert_axes(topology) if experts else _tensor_axes(topology)) * _stages(topology)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 from dualmesh.errors import ArgumentError, SpecError, listed
 
 SUFFIXES = (".yaml", ".yml", ".toml")
@@ -33,7 +33,7 @@ class Places:
         return f"{self.source}:{self.lines[path]}" if path else self.source
 
 
-def read(path: str | Path) -> tuple[Any, Places]:
+def read_file(path: str | Path) -> tuple[Any, Places]:
     """Read a file; return its plain data and where each key stands. *Local.*
 
     Raises:
@@ -56,7 +56,7 @@ def read(path: str | Path) -> tuple[Any, Places]:
 
 
 def _yaml(source: str, text: str) -> tuple[Any, Places]:
-    yaml = imported("yaml", "PyYAML", source)
+    yaml = import_optional("yaml", "PyYAML", source)
     lines: dict[Keys, int] = {}
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 from dualmesh.backend.state import ParallelState
 from dualmesh.config.files import Places
 from dualmesh.config.named_states import DEFAULT_NAME, FILE_VARIABLE, SPEC_VARIABLE, Configuration, settings_in
-from dualmesh.config.schema import FIELDS, parsed
+from dualmesh.config.schema import FIELDS, parse_setting
 from dualmesh.errors import SpecError
 
 __all__ = [
@@ -38,7 +38,7 @@ def define_parallel_flags(flag_values: Any = None) -> None:
     Raises:
         MissingPackageError: absl is not installed.
     """
-    flags = imported("absl.flags", "absl-py", "dm.flags")
+    flags = import_optional("absl.flags", "absl-py", "dm.flags")
     values = flags.FLAGS if flag_values is None else flag_values
     for setting in FIELDS:
         flags.DEFINE_string(setting.name, None, setting.help, flag_values=values, module_name="dualmesh.config.flags")
@@ -52,7 +52,7 @@ def config_from_flags(flag_values: Any = None, variables: Mapping[str, str] | No
     Raises:
         SpecError: Nothing is said, or something that cannot be.
     """
-    flags = imported("absl.flags", "absl-py", "dm.flags")
+    flags = import_optional("absl.flags", "absl-py", "dm.flags")
     values = flags.FLAGS if flag_values is None else flag_values
     names = [setting.name for setting in FIELDS] + [name for name, _ in OTHERS]
     return _configuration({name: values[name].value for name in names}, variables)
@@ -91,7 +91,7 @@ def _configuration(given: Mapping[str, str | None], variables: Mapping[str, str]
     for setting in FIELDS:
         text = given[setting.name]
         if text is not None:
-            settings[setting.name] = parsed(setting, text, f"--{setting.name}")
+            settings[setting.name] = parse_setting(setting, text, f"--{setting.name}")
     if given[SPEC[0]] is not None:
         settings["spec"] = given[SPEC[0]]
     file, name = given[FILE[0]] or variables.get(FILE_VARIABLE), given[NAME[0]]

@@ -11,8 +11,8 @@ from typing import Any
 
 from dualmesh._support.plain_data import may_be_sorted, pairs_in, write_pairs
 from dualmesh.backend.state import ParallelState
-from dualmesh.config.files import Places, read
-from dualmesh.config.schema import ENDING, FIELDS, hint, parsed
+from dualmesh.config.files import Places, read_file
+from dualmesh.config.schema import ENDING, FIELDS, hint, parse_setting
 from dualmesh.config.state_config import KEYS as STATE_KEYS
 from dualmesh.config.state_config import StateConfig
 from dualmesh.errors import DualmeshError, SpecError, did_you_mean, listed
@@ -61,7 +61,7 @@ class Configuration:
             SpecError: Something in it cannot be; every problem, with file and line.
             ArgumentError: The file cannot be read.
         """
-        data, places = read(path)
+        data, places = read_file(path)
         return cls.from_dict(data, places)
 
     @classmethod
@@ -219,7 +219,7 @@ def settings_in(variables: Mapping[str, str]) -> dict[str, Any]:
         if field_ is not None:
             if field_.name in found:
                 raise SpecError(f"environment: {variable} gives {field_.name!r} a second time. Set it once.")
-            found[field_.name] = parsed(field_, text, f"environment: {variable}")
+            found[field_.name] = parse_setting(field_, text, f"environment: {variable}")
         elif variable == SPEC_VARIABLE:
             found["spec"] = text
     return found

@@ -73,7 +73,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     return found or f" Known: {listed(known, limit=40)}."
 
 
-def parsed(field: Field, text: str, where: str) -> Any:
+def parse_setting(field: Field, text: str, where: str) -> Any:
     """Read a setting from text, as flags and variables give it. *Pure.*
 
     Args:
@@ -84,7 +84,7 @@ def parsed(field: Field, text: str, where: str) -> Any:
     Raises:
         SpecError: It is not of the setting's kind.
 
-    >>> parsed(BY_NAME["extra_parallel_sizes"], "2,4", "--extra_parallel_sizes")
+    >>> parse_setting(BY_NAME["extra_parallel_sizes"], "2,4", "--extra_parallel_sizes")
     (2, 4)
     """
     readers: dict[Kind, Callable[[str], Any]] = {

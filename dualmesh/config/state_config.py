@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dualmesh import presets
-from dualmesh._support.checks import flag_of, is_one_of, items_of
-from dualmesh.backend.group_options import checked_options
+from dualmesh._support.checks import check_flag, check_items, is_one_of
+from dualmesh.backend.group_options import check_options
 from dualmesh.config.schema import BY_NAME, FIELDS, SPEC_FIELDS, canonical, hint
 from dualmesh.errors import ArgumentError, SpecError, did_you_mean, listed
 from dualmesh.presets import importers
@@ -69,13 +69,13 @@ class StateConfig:
         for name in ("ep_over", "extra_parallel_names", "extra_parallel_sizes", "extra_parallel_outermost", "ranks"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, items_of(where, name, value))
+                object.__setattr__(self, name, check_items(where, name, value))
         for name in (field.name for field in FIELDS if field.kind in ("size", "sizes")):
             object.__setattr__(self, name, _plain_sizes(getattr(self, name)))
         object.__setattr__(self, "ranks", _plain_sizes(self.ranks))
         for name in ("async_enabled", "own_groups"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, flag_of(where, name, getattr(self, name)))
+                object.__setattr__(self, name, check_flag(where, name, getattr(self, name)))
         if self.dp_mode is not None and not is_one_of(self.dp_mode, DP_MODES):
             raise ArgumentError(
                 f"{where}: dp_mode={self.dp_mode!r}. Allowed: {listed(DP_MODES)}.{did_you_mean(self.dp_mode, DP_MODES)}"
@@ -83,7 +83,7 @@ class StateConfig:
         wrong = [rank for rank in self.ranks or () if (whole(rank) or 0) < 0 or whole(rank) is None]
         if wrong:
             raise ArgumentError(f"{where}: ranks has {listed(map(repr, wrong))}. Ranks are integers of at least 0.")
-        checked_options(self.group_options)
+        check_options(self.group_options)
 
     @classmethod
     def of(cls, settings: Any) -> "StateConfig":
@@ -159,7 +159,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
         if name in fields:
             raise SpecError(f"{name!r} is given twice, as {key!r} too. Give it once.", key=key)
         fields[name] = value
-    spec = _declared(fields)
+    spec = _find_spec(fields)
     rest = {name: value for name, value in fields.items() if name not in _DECLARING}
     _one_way({**rest, **({"spec": spec} if spec is not None else {})})
     return {**rest, "spec": spec} if spec is not None else rest
@@ -173,7 +173,7 @@ def _one_way(given: Mapping[str, Any]) -> None:
         raise SpecError(ONE_WAY.format(found=f"{found} beside a spec"), found=tuple(sizes))
 
 
-def _declared(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
+def _find_spec(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
     """Return the spec that is declared in another way than by sizes, or None."""
     ways = [way for way in ("axes", "rank_groups", "spec", "preset", "importer") if way in fields]
     if len(ways) > 1:
@@ -194,7 +194,7 @@ def _declared(fields: Mapping[str, Any]) -> TopologySpec | GroupSpec | None:
         return spec if isinstance(spec, TopologySpec | GroupSpec) else TopologySpec.from_text(spec)
     if way == "preset":
         return _preset(fields["preset"], fields.get("settings", {}))
-    return _imported(fields["importer"], fields.get("settings", {})) if way else None
+    return _import_spec(fields["importer"], fields.get("settings", {})) if way else None
 
 
 def _preset(name: Any, settings: Any) -> TopologySpec:
@@ -211,7 +211,7 @@ def _preset(name: Any, settings: Any) -> TopologySpec:
     return spec
 
 
-def _imported(name: Any, settings: Any) -> TopologySpec:
+def _import_spec(name: Any, settings: Any) -> TopologySpec:
     if not is_one_of(name, IMPORTERS):
         raise SpecError(
             f"importer={name!r}. Importers: {listed(IMPORTERS)}.{did_you_mean(name, IMPORTERS)}", importer=name

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, MembershipError, ShapeError, counted, listed
-from dualmesh.runtime.scope import current_scope, meant
+from dualmesh.runtime.scope import current_scope, resolve_state
 from dualmesh.topology.resolve import whole
 from dualmesh.topology.topology import Axis
 
@@ -26,7 +26,7 @@ UNEQUAL = (
 )
 
 
-def resolved(
+def resolve_axis(
     where: str, axis: Any, state: ParallelState | None, *, unequal: bool = False
 ) -> tuple[ParallelState, Axis, int]:
     """Return the state that is meant, the axis and its size; refuse what cannot communicate. *Local.*
@@ -34,7 +34,7 @@ def resolved(
     Args:
         unequal: Whether one program can do this for groups of different sizes; the largest is returned then.
     """
-    owner = meant(where, state)
+    owner = resolve_state(where, state)
     size = owner.regular_sizes.get(axis) if type(axis) is str else None
     if size is None:
         return owner, *_looked_up(where, owner, axis, state, unequal=unequal)
@@ -88,11 +88,11 @@ def _check_axis(where: str, owner: ParallelState, axis: Axis, state: ParallelSta
     raise type(error)(message, axis=axis, axes=owner.axis_names, state=owner)
 
 
-def admitted(
+def admit_array(
     where: str, x: Any, axis: Axis, state: ParallelState | None, *, unequal: bool = False
 ) -> tuple[ParallelState, Axis, int, str]:
     """Return the state, the axis, its size and the kind of the dtype of `x` ("float" where nothing moves). *Local.*"""
-    owner, axis, size = resolved(where, axis, state, unequal=unequal)
+    owner, axis, size = resolve_axis(where, axis, state, unequal=unequal)
     return owner, axis, size, "float" if size == 1 else owner.collectives.admit(where, x, axis)
 
 
@@ -121,7 +121,7 @@ def checked_dim(where: str, x: Any, dim: int) -> int:
     return number % dims
 
 
-def divided(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
+def check_divides(where: str, x: Any, dim: int, axis: Axis, size: int) -> int:
     """Return a dim of `x` counted from 0, or refuse it where the size of the axis does not divide it. *Pure.*"""
     dim = checked_dim(where, x, dim)
     length = x.shape[dim]

@@ -7,19 +7,19 @@ contract in `transpose_rules`.
 from collections.abc import Iterable
 from typing import Any
 
-from dualmesh._support.checks import flag_of, items_of
+from dualmesh._support.checks import check_flag, check_items
 from dualmesh.backend.pending import Finished, Pending
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.ops.checks import (
     KINDS,
-    admitted,
+    admit_array,
+    check_divides,
     check_reduction,
     checked_dim,
     checked_index,
-    divided,
     least_size,
-    resolved,
+    resolve_axis,
 )
 from dualmesh.topology.resolve import whole
 from dualmesh.topology.topology import Axis
@@ -42,10 +42,10 @@ def all_reduce(x: Any, axis: Axis, op: str = "sum", *, state: ParallelState | No
         ArrayTypeError: The dtype has no such reduction (sums of bool, means of integers).
         NotDifferentiableError: max or min is differentiated.
     """
-    owner, axis, size, kind = admitted("ops.all_reduce", x, axis, state, unequal=True)
+    owner, axis, size, kind = admit_array("ops.all_reduce", x, axis, state, unequal=True)
     check_reduction("ops.all_reduce", op, kind, KINDS)
     if async_:
-        return _started(owner, "all_reduce", x, axis, size, op=op)
+        return _start(owner, "all_reduce", x, axis, size, op=op)
     return x if size == 1 else owner.collectives.all_reduce(x, axis, op=op)
 
 
@@ -54,10 +54,10 @@ def all_gather(x: Any, axis: Axis, dim: int = 0, *, state: ParallelState | None 
 
     *Collective.* `x` has shape (..., n, ...), the result (..., size * n, ...). Gradient: reduce_scatter(sum).
     """
-    owner, axis, size, _ = admitted("ops.all_gather", x, axis, state)
+    owner, axis, size, _ = admit_array("ops.all_gather", x, axis, state)
     dim = checked_dim("ops.all_gather", x, dim)
     if async_:
-        return _started(owner, "all_gather", x, axis, size, dim=dim)
+        return _start(owner, "all_gather", x, axis, size, dim=dim)
     return x if size == 1 else owner.collectives.all_gather(x, axis, dim=dim)
 
 
@@ -73,11 +73,11 @@ def reduce_scatter(
         ShapeError: The size of the axis does not divide `dim`.
     """
     where = "ops.reduce_scatter"
-    owner, axis, size, kind = admitted(where, x, axis, state)
+    owner, axis, size, kind = admit_array(where, x, axis, state)
     check_reduction(where, op, kind, {name: KINDS[name] for name in ("sum", "mean")})
-    dim = divided(where, x, dim, axis, size)
+    dim = check_divides(where, x, dim, axis, size)
     if async_:
-        return _started(owner, "reduce_scatter", x, axis, size, dim=dim, op=op)
+        return _start(owner, "reduce_scatter", x, axis, size, dim=dim, op=op)
     return x if size == 1 else owner.collectives.reduce_scatter(x, axis, dim=dim, op=op)
 
 
@@ -89,11 +89,11 @@ def all_to_all(
     *Collective.* `split_dim` shrinks by the size of the axis, `concat_dim` grows by it. Gradient: the inverse
     all_to_all(concat_dim, split_dim).
     """
-    owner, axis, size, _ = admitted("ops.all_to_all", x, axis, state)
-    split_dim = divided("ops.all_to_all", x, split_dim, axis, size)
+    owner, axis, size, _ = admit_array("ops.all_to_all", x, axis, state)
+    split_dim = check_divides("ops.all_to_all", x, split_dim, axis, size)
     concat_dim = checked_dim("ops.all_to_all", x, concat_dim)
     if async_:
-        return _started(owner, "all_to_all", x, axis, size, split_dim=split_dim, concat_dim=concat_dim)
+        return _start(owner, "all_to_all", x, axis, size, split_dim=split_dim, concat_dim=concat_dim)
     return x if size == 1 else owner.collectives.all_to_all(x, axis, split_dim=split_dim, concat_dim=concat_dim)
 
 
@@ -106,7 +106,7 @@ def broadcast(x: Any, axis: Axis, src: int = 0, *, state: ParallelState | None =
     Args:
         src: An index of the axis, 0..size-1, not a global rank.
     """
-    owner, axis, size, _ = admitted("ops.broadcast", x, axis, state, unequal=True)
+    owner, axis, size, _ = admit_array("ops.broadcast", x, axis, state, unequal=True)
     src = checked_index("ops.broadcast", "src", src, axis, least_size(owner, axis, size))
     return x if size == 1 else owner.collectives.broadcast(x, axis, src=src)
 
@@ -117,11 +117,11 @@ def shift(x: Any, axis: Axis, offset: int = 1, wrap: bool = True, *, state: Para
     *Collective.* Gradient: the shift by -offset.
     """
     where = "ops.shift"
-    owner, axis, size, _ = admitted(where, x, axis, state)
+    owner, axis, size, _ = admit_array(where, x, axis, state)
     step = offset if type(offset) is int else whole(offset)
     if step is None:
         raise ArgumentError(f"{where}: offset={offset!r} is no integer.", offset=offset)
-    wrap = wrap is True or flag_of(where, "wrap", wrap)
+    wrap = wrap is True or check_flag(where, "wrap", wrap)
     if wrap:
         step %= size
     return x if step == 0 else owner.collectives.shift(x, axis, offset=step, wrap=wrap, size=size)
@@ -139,11 +139,11 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
         ArgumentError: A pair is out of range or repeats a src or a dst.
     """
     where = "ops.permute"
-    owner, axis, size, _ = admitted(where, x, axis, state, unequal=True)
+    owner, axis, size, _ = admit_array(where, x, axis, state, unequal=True)
     least = least_size(owner, axis, size)
     checked = []
-    for pair in items_of(where, "pairs", pairs):
-        indices = items_of(where, "pairs", pair)
+    for pair in check_items(where, "pairs", pairs):
+        indices = check_items(where, "pairs", pair)
         if len(indices) != 2:
             raise ArgumentError(f"{where}: {pair!r} is no pair. Give (src, dst) indices.", pair=pair)
         src, dst = indices
@@ -155,7 +155,7 @@ def permute(x: Any, axis: Axis, pairs: Iterable[tuple[int, int]], *, state: Para
                 f"{where}: {side} {listed(repeated)} is named twice in {checked}. Name each src and each dst once.",
                 pairs=tuple(checked),
             )
-    return _permuted(owner, x, axis, size, tuple(checked))
+    return _permute(owner, x, axis, size, tuple(checked))
 
 
 def take_block(x: Any, axis: Axis, dim: int, *, state: ParallelState | None = None) -> Any:
@@ -163,28 +163,28 @@ def take_block(x: Any, axis: Axis, dim: int, *, state: ParallelState | None = No
 
     Gradient: zeros outside the block; sums over ranks where the array is replicated.
     """
-    owner, axis, size, _ = admitted("ops.take_block", x, axis, state)
-    dim = divided("ops.take_block", x, dim, axis, size)
+    owner, axis, size, _ = admit_array("ops.take_block", x, axis, state)
+    dim = check_divides("ops.take_block", x, dim, axis, size)
     return x if size == 1 else owner.collectives.take_block(x, axis, dim=dim)
 
 
 def axis_index(axis: Axis, *, state: ParallelState | None = None) -> Any:
     """Return this rank's index along an axis; a traced integer inside a JAX `shard_map`. *Local.*"""
-    owner, axis, size = resolved("ops.axis_index", axis, state, unequal=True)
+    owner, axis, size = resolve_axis("ops.axis_index", axis, state, unequal=True)
     return 0 if size == 1 else owner.collectives.axis_index(axis)
 
 
 def axis_size(axis: Axis, *, state: ParallelState | None = None) -> int:
     """Return the number of positions along an axis; traced in JAX where rank groups differ in size. *Pure.*"""
-    owner, axis, _ = resolved("ops.axis_size", axis, state, unequal=True)
+    owner, axis, _ = resolve_axis("ops.axis_size", axis, state, unequal=True)
     return owner.size(axis)
 
 
-def _started(owner: ParallelState, verb: str, x: Any, axis: Axis, size: int, **settings: Any) -> Pending:
+def _start(owner: ParallelState, verb: str, x: Any, axis: Axis, size: int, **settings: Any) -> Pending:
     return Finished(x) if size == 1 else owner.collectives.started(verb, x, axis, **settings)
 
 
-def _permuted(owner: ParallelState, x: Any, axis: Axis, size: int, pairs: tuple[tuple[int, int], ...]) -> Any:
+def _permute(owner: ParallelState, x: Any, axis: Axis, size: int, pairs: tuple[tuple[int, int], ...]) -> Any:
     if len(pairs) == size and all(src == dst for src, dst in pairs):
         return x
     return owner.collectives.permute(x, axis, pairs=tuple(sorted(pairs)))

@@ -7,7 +7,7 @@ For per-rank code whose objective counts a loss once that every index of the axi
 from typing import Any
 
 from dualmesh.backend.state import ParallelState
-from dualmesh.ops.checks import KINDS, admitted, check_reduction
+from dualmesh.ops.checks import KINDS, admit_array, check_reduction
 from dualmesh.topology.topology import Axis
 
 
@@ -21,7 +21,7 @@ def enter(x: Any, axis: Axis, *, state: ParallelState | None = None) -> Any:
     Raises:
         ArrayTypeError: The dtype has no sum.
     """
-    owner, axis, size, kind = admitted("ops.enter", x, axis, state, unequal=True)
+    owner, axis, size, kind = admit_array("ops.enter", x, axis, state, unequal=True)
     check_reduction("ops.enter", "sum", kind, KINDS)
     return x if size == 1 else owner.collectives.enter(x, axis)
 
@@ -36,6 +36,6 @@ def leave(x: Any, axis: Axis, *, state: ParallelState | None = None) -> Any:
     Raises:
         ArrayTypeError: The dtype has no sum.
     """
-    owner, axis, size, kind = admitted("ops.leave", x, axis, state, unequal=True)
+    owner, axis, size, kind = admit_array("ops.leave", x, axis, state, unequal=True)
     check_reduction("ops.leave", "sum", kind, KINDS)
     return x if size == 1 else owner.collectives.leave(x, axis)

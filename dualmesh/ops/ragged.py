@@ -6,10 +6,10 @@ Equal parts are exchanged by `collectives.all_to_all`.
 import operator
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ShapeError
-from dualmesh.ops.checks import admitted, checked_dim
+from dualmesh.ops.checks import admit_array, checked_dim
 from dualmesh.topology.resolve import positive
 from dualmesh.topology.topology import Axis
 
@@ -41,7 +41,7 @@ def ragged_all_to_all(
         ShapeError: Counts that are not one per index, or add up to more rows than there are.
     """
     where = "ops.ragged_all_to_all"
-    owner, axis, size, _ = admitted(where, x, axis, state)
+    owner, axis, size, _ = admit_array(where, x, axis, state)
     checked_dim(where, x, 0)
     for name, counts in (("send_counts", send_counts), ("recv_counts", recv_counts)):
         _check_counts(where, name, counts, size)
@@ -67,7 +67,7 @@ def ragged_all_to_all(
 
 
 def _check_counts(where: str, name: str, counts: Any, size: int) -> None:
-    shape = tuple(counts.shape) if hasattr(counts, "shape") else (len(items_of(where, name, counts)),)
+    shape = tuple(counts.shape) if hasattr(counts, "shape") else (len(check_items(where, name, counts)),)
     if shape != (size,):
         raise ShapeError(f"{where}: {name} has shape {shape}. Give one count per index: ({size},).", shape=shape)
 

@@ -4,6 +4,6 @@ What a topology answers to code is in `topology`; loaded when a picture is asked
 """
 
 from dualmesh.pictures.picture import Picture, draw
-from dualmesh.pictures.text import drawn
+from dualmesh.pictures.text import draw_text
 
-__all__ = ["Picture", "draw", "drawn"]
+__all__ = ["Picture", "draw", "draw_text"]

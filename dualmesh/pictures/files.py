@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from html import escape
 
-from dualmesh._support.optional_imports import imported
+from dualmesh._support.optional_imports import import_optional
 from dualmesh.pictures.shapes import DARK, LIGHT, Box, Canvas, Theme, Words
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
@@ -63,8 +63,8 @@ def png(canvas: Canvas, theme: Theme = "light") -> bytes:
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
-    figures = imported("matplotlib.figure", "matplotlib", "Picture.png")
-    patches = imported("matplotlib.patches", "matplotlib", "Picture.png")
+    figures = import_optional("matplotlib.figure", "matplotlib", "Picture.png")
+    patches = import_optional("matplotlib.patches", "matplotlib", "Picture.png")
     colours = DARK if theme == "dark" else LIGHT
     size = (canvas.width / _PIXELS_PER_INCH, canvas.height / _PIXELS_PER_INCH)
     figure = figures.Figure(figsize=size, dpi=_PNG_DPI, facecolor=colours["paper"])

@@ -10,7 +10,7 @@ from math import ceil
 from dualmesh.errors import counted
 from dualmesh.pictures.axis_facts import AxisFacts, axis_facts, views
 from dualmesh.pictures.grid import Grid
-from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, text_width, wrapped
+from dualmesh.pictures.shapes import GROUP_COLOURS, Box, Canvas, Words, text_width, wrap_text
 from dualmesh.topology.topology import Topology
 
 _MARGIN = 24.0
@@ -55,7 +55,7 @@ def _band(name: str, topology: Topology, gpus_per_node: int, rank: int | None) -
             sections.append(_section(view, [draw(fact) for fact in shown]))
     band = Canvas(name)
     band.width = max(sum(section.width for section in sections) + 2 * _GAP * (len(sections) - 1), _WIDE)
-    lines = [part for line in _lines(topology, grid, gpus_per_node, ring) for part in wrapped(line, 12, band.width)]
+    lines = [part for line in _lines(topology, grid, gpus_per_node, ring) for part in wrap_text(line, 12, band.width)]
     band.draw(Words(0, 18, name, 20, is_bold=True))
     size = counted(len(topology.members), "rank")
     band.draw(Words(text_width(name, 20) + 16, 18, f"{size}, {_nodes(topology, gpus_per_node)}", 13, "muted"))

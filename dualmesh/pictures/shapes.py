@@ -94,6 +94,6 @@ def text_width(text: str, size: float) -> float:
     return len(text) * size * 0.58
 
 
-def wrapped(text: str, size: float, width: float) -> list[str]:
+def wrap_text(text: str, size: float, width: float) -> list[str]:
     """Return a text as lines that fit a width. *Pure.*"""
     return textwrap.wrap(text, max(int(width / text_width("x", size)), 20))

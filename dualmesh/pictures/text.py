@@ -20,7 +20,7 @@ _AXES = 40
 _MEMBERS = 4
 
 
-def drawn(topology: "Topology") -> str:
+def draw_text(topology: "Topology") -> str:
     """Draw a topology: the grid and every group up to 64 ranks, sizes and first groups above. *Pure.*
 
     >>> import dualmesh as dm
@@ -43,7 +43,7 @@ def drawn(topology: "Topology") -> str:
     groups = _all_groups if small else _first_group
     lines = [f"{name:<{width}}  {groups(topology, topology.layouts[name])}" for name in names[:_AXES]]
     lines += [f"and {counted(len(names) - _AXES, 'more axis', 'more axes')}"] if names[_AXES:] else []
-    lines += [f"size 1: {_cut(ones, _AXES, ', ')}"] if ones else []
+    lines += [f"size 1: {_cut_names(ones, _AXES, ', ')}"] if ones else []
     grid = [_grid(topology)] if small and topology.world_size > 1 else []
     return "\n\n".join([repr(topology), *grid, "\n".join(lines)])
 
@@ -79,5 +79,5 @@ def _first_group(topology: "Topology", layout: Layout) -> str:
     return f"{counted(count, 'group')} of {layout.size}: {text}{' | ..' if count > 1 else ''}"
 
 
-def _cut(names: Sequence[str], limit: int, separator: str) -> str:
+def _cut_names(names: Sequence[str], limit: int, separator: str) -> str:
     return separator.join([*names[:limit], ".."] if names[limit:] else names)

@@ -173,7 +173,7 @@ def maxtext(settings: Mapping[str, Any], *, num_slices: int | None = None) -> To
     order = _mesh_axes(read)
     inside = {name: read.size(f"ici_{MAXTEXT_KEYS[name]}_parallelism", inferred=True) for name in order}
     across = {name: read.size(f"dcn_{MAXTEXT_KEYS[name]}_parallelism", inferred=True) for name in order}
-    across = _filled(read, across, slices)
+    across = _fill_dcn(read, across, slices)
     for name in (name for name in MAXTEXT_AXES if name not in order):
         for kind in ("ici", "dcn"):
             key = f"{kind}_{MAXTEXT_KEYS[name]}_parallelism"
@@ -212,7 +212,7 @@ def _mesh_axes(read: Settings) -> tuple[str, ...]:
     return order
 
 
-def _filled(read: Settings, across: dict[str, int], slices: int) -> dict[str, int]:
+def _fill_dcn(read: Settings, across: dict[str, int], slices: int) -> dict[str, int]:
     """Fill in -1 so that the dcn sizes multiply to the slices."""
     known = prod(size for size in across.values() if size != -1)
     missing = [name for name, size in across.items() if size == -1]
@@ -246,9 +246,9 @@ def deepspeed(config: Mapping[str, Any], *, pp: int = 1, ep: int = 1) -> Topolog
     parts = {name: _section(read, name, known) for name, known in DEEPSPEED_SECTIONS.items()}
     zero, tensor, expert = (parts[name] for name in ("zero_optimization", "tensor_parallel", "expert_parallel"))
     dp, sp, tp = read.size("data_parallel_size", inferred=True), read.size("sequence_parallel_size"), _tp(tensor)
-    stages = _agreed(read, "pipeline.stages", parts["pipeline"].get("stages"), "pp", pp)
+    stages = _agree(read, "pipeline.stages", parts["pipeline"].get("stages"), "pp", pp)
     experts = expert.size("autoep_size") if expert.get("enabled") else 1
-    experts = _agreed(read, "expert_parallel.autoep_size", experts, "ep", ep)
+    experts = _agree(read, "expert_parallel.autoep_size", experts, "ep", ep)
     mics, hpz = zero.size("mics_shard_size", inferred=True), zero.size("zero_hpz_partition_size")
     if mics != -1 and hpz > 1:
         read.problems.append(f"mics_shard_size={mics} and zero_hpz_partition_size={hpz} exclude each other.")
@@ -282,7 +282,7 @@ def _tp(tensor: Settings) -> int:
     return size
 
 
-def _agreed(read: Settings, name: str, found: Any, argument: str, given: Any) -> int:
+def _agree(read: Settings, name: str, found: Any, argument: str, given: Any) -> int:
     """Return a size that the config and an argument may both give."""
     config, own = whole(found) or 1, whole(given) or 0
     if own < 1 or (1 not in (config, own) and config != own):

@@ -183,14 +183,14 @@ def megatron_rank_groups(topology: Topology) -> dict[str, RankGroups]:
 
 def _megatron_grid(tokens: Sequence[str], sizes: dict[str, int], rank_offset: int) -> TopologySpec:
     axes = [name for name in reversed(tokens) if name != "gtp_remat" or sizes[name] != 1]
-    data = _listed(axes, "dp", "ep")
+    data = _in_order(axes, "dp", "ep")
     return TopologySpec(
         {name: sizes[name] for name in axes},
         _megatron_combined(axes),
         roles={
             "data": data,
-            "params": _listed(axes, "dp", "ep", "cp"),
-            "loss": _listed(axes, "dp", "ep", "cp"),
+            "params": _in_order(axes, "dp", "ep", "cp"),
+            "loss": _in_order(axes, "dp", "ep", "cp"),
             "sequence": ("cp",),
             "stages": ("pp",),
         },
@@ -206,8 +206,8 @@ def _megatron_grids(
     experts = [expert_names[name] for name in reversed(tokens) if name in expert_names]
     expert_sizes = {"expert_tp": etp, "ep": sizes["ep"], "expert_dp": -1}
     combined = _megatron_combined(dense)
-    combined["expert_tp_ep"] = _listed(experts, "expert_tp", "ep")
-    combined["expert_tp_ep_pp"] = _listed(experts, "expert_tp", "ep", "pp")
+    combined["expert_tp_ep"] = _in_order(experts, "expert_tp", "ep")
+    combined["expert_tp_ep_pp"] = _in_order(experts, "expert_tp", "ep", "pp")
     # Pipelines must be the same for dense layers and experts, so the experts' axes inside pp are a factorisation of the
     # dense axes inside pp, and those outside of those outside.
     views = {}
@@ -231,8 +231,8 @@ def _megatron_grids(
         views,
         {
             "data": ("dp",),
-            "params": _listed(dense, "dp", "cp"),
-            "loss": _listed(dense, "dp", "cp"),
+            "params": _in_order(dense, "dp", "cp"),
+            "loss": _in_order(dense, "dp", "cp"),
             "sequence": ("cp",),
             "stages": ("pp",),
         },
@@ -256,10 +256,10 @@ def _megatron_combined(axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
         "tp_dp_cp": ("tp", "dp", "cp"),
         "mp": ("tp", "pp"),
     }
-    return {name: _listed(axes, *members) for name, members in names.items()}
+    return {name: _in_order(axes, *members) for name, members in names.items()}
 
 
-def _listed(axes: Sequence[str], *members: str) -> tuple[str, ...]:
+def _in_order(axes: Sequence[str], *members: str) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis in members)
 
 

@@ -98,13 +98,13 @@ def agree(store: Store, matter: Matter, timeout_s: float) -> int:
     mine = (_fingerprint(matter.said, count) << _COUNT_BITS) + 1
     total = store.add(f"{round_}/sum", mine)
     if total & ((1 << _COUNT_BITS) - 1) == count:
-        verdict = _settled(store, topic, round_, "same" if total == mine * count else "differ")
+        verdict = _settle(store, topic, round_, "same" if total == mine * count else "differ")
         if verdict == "same" and number:  # all came, so all have left the round before
             store.forget(f"{topic}/{number - 1}")
     elif _has_come(store, matter, f"{round_}/verdict", timeout_s):
         verdict = store.find(f"{round_}/verdict") or "late"
     else:
-        verdict = _settled(store, topic, round_, "late")
+        verdict = _settle(store, topic, round_, "late")
     if verdict != "same":
         raise _disagreement(store, matter, round_, timeout_s, verdict)
     return number
@@ -167,7 +167,7 @@ def roll_call(store: Store, topic: str, ranks: Sequence[int], rank: int, said: s
     return {member: words for member, words in found.items() if words is not None}
 
 
-def _settled(store: Store, topic: str, round_: str, verdict: str) -> str:
+def _settle(store: Store, topic: str, round_: str, verdict: str) -> str:
     """End the round, once, then say how it ended; a next attempt is a round of its own."""
     if store.add(f"{round_}/ended", 1) == 1:
         store.add(f"{topic}/round", 1)

@@ -12,7 +12,7 @@ from dualmesh.errors import SessionError, listed
 from dualmesh.runtime.registry import registry
 
 
-def twin_of(state: ParallelState, backend: str) -> ParallelState:
+def counterpart_of(state: ParallelState, backend: str) -> ParallelState:
     """Return the state of another framework with the topology of this one: see `ParallelState.on`.
 
     Raises:

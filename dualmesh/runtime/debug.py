@@ -6,7 +6,7 @@ How ranks compare is in `agreement`; what of a collective is compared, the backe
 import inspect
 from types import TracebackType
 
-from dualmesh._support.checks import flag_of, is_switched_on
+from dualmesh._support.checks import check_flag, is_switched_on
 
 DEBUG_VARIABLE = "DUALMESH_DEBUG"
 
@@ -47,7 +47,7 @@ class debug:
 
     def __init__(self, on: bool = True) -> None:
         self._before = switch.on
-        switch.on = flag_of("debug", "on", on)
+        switch.on = check_flag("debug", "on", on)
 
     def __enter__(self) -> None:
         """Leave it as it was set."""

@@ -65,7 +65,7 @@ def launch_from(
     if isinstance(init_method, str) and init_method == DETECT and rank is None:
         return Launch(world_size=world_size, init_method=DETECT, local_devices=local_devices, timeout_s=timeout_s)
     if rank is not None or init_method is not None:
-        return _given(rank, world_size, init_method, local_devices, timeout_s)
+        return _launch_of_caller(rank, world_size, init_method, local_devices, timeout_s)
     said = _said_by_launcher(variables)
     if not said:
         return Launch(world_size=world_size, local_devices=local_devices, timeout_s=timeout_s)
@@ -108,7 +108,7 @@ def _said_by_launcher(variables: Mapping[str, str]) -> Mapping[str, str]:
         LaunchError: They are half set.
     """
     if _is_slurms(variables):
-        return slurm.launched(variables)
+        return slurm.read_slurm(variables)
     found = [name for name in TORCHRUN if variables.get(name)]
     missing = [name for name in TORCHRUN if name not in found]
     if found and missing:
@@ -121,7 +121,7 @@ def _said_by_launcher(variables: Mapping[str, str]) -> Mapping[str, str]:
     return variables if found else {}
 
 
-def _given(
+def _launch_of_caller(
     rank: int | None,
     world_size: int | None,
     init_method: str | None,

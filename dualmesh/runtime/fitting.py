@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh.errors import ArgumentError, SpecError, listed
 from dualmesh.topology.federation import FederatedSpec
 from dualmesh.topology.group_topology import GroupSpec
@@ -26,7 +26,7 @@ def places_of(ranks: Iterable[int] | None, world_size: int) -> tuple[int, ...] |
     """
     if ranks is None:
         return None
-    places = items_of("init_parallel_state", "ranks", ranks)
+    places = check_items("init_parallel_state", "ranks", ranks)
     numbers = [whole(rank) for rank in places]
     world = range(world_size)
     bad = [rank for rank, number in zip(places, numbers, strict=True) if number not in world]
@@ -46,7 +46,7 @@ def _fault(places: tuple[Any, ...], bad: list[Any]) -> str:
     return str(listed(bad)) if bad else "naming a rank twice"
 
 
-def fitted(name: str, spec: AnySpec, places: tuple[int, ...] | None, world_size: int) -> Topology:
+def fit_spec(name: str, spec: AnySpec, places: tuple[int, ...] | None, world_size: int) -> Topology:
     """Return the topology of a spec over the ranks that the state is over; `places`: see `places_of`. *Pure.*
 
     Raises:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any, Literal
 
-from dualmesh._support.checks import flag_of, is_one_of, items_of, refuse_unknown_keywords, words_of
-from dualmesh.backend.group_options import checked_options
+from dualmesh._support.checks import check_flag, check_items, check_strings, is_one_of, refuse_unknown_keywords
+from dualmesh.backend.group_options import check_options
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan
 from dualmesh.backend.veomni_attributes import named_views
 from dualmesh.errors import ArgumentError, did_you_mean, listed
 from dualmesh.runtime import environment, logs, scope
-from dualmesh.runtime.fitting import AnySpec, fitted, places_of
+from dualmesh.runtime.fitting import AnySpec, fit_spec, places_of
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.session import Session, session_for
 from dualmesh.topology.group_topology import GroupSpec
@@ -93,10 +93,10 @@ def init_parallel_state(
         "extra_parallel_sizes": (extra_parallel_sizes, (1,)),
         "ep_size": (ep_size, None),
     }
-    if not flag_of(where, "include_sp_in_fsdp", include_sp_in_fsdp):
+    if not check_flag(where, "include_sp_in_fsdp", include_sp_in_fsdp):
         raise ArgumentError(INCLUDE_SP, include_sp_in_fsdp=include_sp_in_fsdp)
-    names = words_of(where, "extra_parallel_names", extra_parallel_names)
-    flags = items_of(where, "extra_parallel_placement_innermost", extra_parallel_placement_innermost)
+    names = check_strings(where, "extra_parallel_names", extra_parallel_names)
+    flags = check_items(where, "extra_parallel_placement_innermost", extra_parallel_placement_innermost)
     if len(flags) not in (1, len(names)):
         raise ArgumentError(
             f"{where}: extra_parallel_placement_innermost={flags!r} for the extra parallels {names!r}. Give one per "
@@ -211,10 +211,10 @@ def _init_states(
             f"{where}: device_type={device_type!r} is no kind of device. Give for example 'cpu' or 'cuda', or None.",
             device_type=device_type,
         )
-    options = checked_options(group_options)
+    options = check_options(group_options)
     with registry.lock, session_for(backend) as current:
         places = places_of(ranks, current.world_size)
-        topologies = {name: fitted(name, wanted[name], places, current.world_size) for name in sorted(wanted)}
+        topologies = {name: fit_spec(name, wanted[name], places, current.world_size) for name in sorted(wanted)}
         plans = {
             name: StatePlan(
                 topology=topology,
@@ -222,8 +222,8 @@ def _init_states(
                 backend=current.backend,
                 device_type=device_type or current.world.device_type,
                 dp_mode=dp_mode,
-                async_enabled=flag_of(where, "async_enabled", async_enabled),
-                own_groups=flag_of(where, "own_groups", own_groups),
+                async_enabled=check_flag(where, "async_enabled", async_enabled),
+                own_groups=check_flag(where, "own_groups", own_groups),
                 group_options=options,
                 # Said only where the views do not say it, so that a spec and its sizes are one state.
                 extra_parallel_names=None if extras == named_views(topology) else extras,
@@ -231,10 +231,10 @@ def _init_states(
             )
             for name, topology in topologies.items()
         }
-        return _registered(tuple(wanted), default, plans, current)
+        return _register(tuple(wanted), default, plans, current)
 
 
-def _registered(
+def _register(
     names: Sequence[str], default: str | None, plans: Mapping[str, StatePlan], current: Session
 ) -> dict[str, ParallelState]:
     states = {name: registry.taken(name, plan) for name, plan in plans.items()}
@@ -243,16 +243,16 @@ def _registered(
     built = dict(zip(missing, current.driver.build(missing, current.world) if missing else [], strict=True))
     for name in names:
         if name in wanted:
-            registry.add(name, built.get(wanted[name]) or _found(wanted[name]))
+            registry.add(name, built.get(wanted[name]) or _find_equal(wanted[name]))
     scope.watch_backward()
     if scope.default_state() is None and names:
         first = default if default is not None else names[0]
         scope.set_default(registry.get(first), first)
-    logs.tell_registered({name: registry.get(name) for name in names if name in wanted})
+    logs.log_registered({name: registry.get(name) for name in names if name in wanted})
     return {name: registry.get(name) for name in names}
 
 
-def _found(plan: StatePlan) -> ParallelState:
+def _find_equal(plan: StatePlan) -> ParallelState:
     state = registry.find(plan)
     if state is None:
         raise ArgumentError("init_parallel_state: the state ended while it was being registered. Init again.")

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from dualmesh._support.checks import words_of
+from dualmesh._support.checks import check_strings
 from dualmesh.backend import discovery
 from dualmesh.backend.backend import Backend, Launch
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import BackendError, SessionError, listed
 from dualmesh.runtime.environment import local_rank_of
-from dualmesh.runtime.session import Session, adopted, kept, started
+from dualmesh.runtime.session import Session, adopt_world, keep_session, start_session
 
 NO_LEADER = (
     "init_distributed: none of {names} can tell the other processes where to meet. Name 'torch' among them: its store "
@@ -91,8 +91,8 @@ def init_distributed(
     given: dict[str, Any] = {"rank": rank, "world_size": world_size, "init_method": init_method, "timeout_s": timeout_s}
     settings = {"local_devices": local_devices, "device_order": device_order, "axis_types": axis_types}
     if backend is None or isinstance(backend, str):
-        return started(backend, **given, **settings)
-    names = words_of("init_distributed", "backend", backend)
+        return start_session(backend, **given, **settings)
+    names = check_strings("init_distributed", "backend", backend)
     if not names or len(set(names)) < len(names) or local_devices not in (None, 1):
         raise BackendError(
             f"init_distributed: backend={backend!r}, local_devices={local_devices!r}. Name different backends, at "
@@ -147,18 +147,18 @@ def _together(drivers: Sequence[Backend], given: dict[str, Any], device_order: A
     leaders = [driver for driver in drivers if driver.leads]
     if not leaders:
         raise BackendError(NO_LEADER.format(names=listed(driver.name for driver in drivers)))
-    opened = {leaders[0].name: started(leaders[0].name, **given)}
+    opened = {leaders[0].name: start_session(leaders[0].name, **given)}
     try:
         for driver in drivers:
             if driver is not leaders[0]:
                 launch = _following(opened[leaders[0].name], given["timeout_s"], device_order, axis_types)
-                opened[driver.name] = _followed(driver, launch, opened[leaders[0].name])
+                opened[driver.name] = _start_beside(driver, launch, opened[leaders[0].name])
     except BaseException:
         for one in reversed(opened.values()):
             one.close()
         raise
     joint = JointSession({driver.name: opened[driver.name] for driver in drivers})
-    kept(joint.sessions[drivers[0].name])
+    keep_session(joint.sessions[drivers[0].name])
     return joint
 
 
@@ -180,9 +180,13 @@ def _following(leader: Session, timeout_s: float | None, device_order: Any, axis
     )
 
 
-def _followed(driver: Backend, launch: Launch, leader: Session) -> Session:
+def _start_beside(driver: Backend, launch: Launch, leader: Session) -> Session:
     running = driver.world()
-    one = kept(Session(driver, driver.start(launch), owned=True)) if running is None else adopted(driver, running)
+    one = (
+        keep_session(Session(driver, driver.start(launch), owned=True))
+        if running is None
+        else adopt_world(driver, running)
+    )
     if one.local_ranks != leader.local_ranks or one.world_size != leader.world_size:
         found = f"this process holds the ranks {listed(one.local_ranks)} of {one.world_size}"
         one.close()

@@ -12,7 +12,7 @@ from dualmesh.errors import counted, listed
 LOGGER = logging.getLogger("dualmesh")
 
 
-def tell_registered(states: Mapping[str, ParallelState]) -> None:
+def log_registered(states: Mapping[str, ParallelState]) -> None:
     """Tell which names were registered, in the process that holds the first rank of each state. *Local.*
 
     Level INFO: one line per name. DEBUG: axes of size 1 as well.
@@ -26,12 +26,12 @@ def tell_registered(states: Mapping[str, ParallelState]) -> None:
         if _first_rank(state) not in state.local_ranks:
             continue
         if state.names[0] == name:
-            LOGGER.info("State %r: %s", name, _described(state))
+            LOGGER.info("State %r: %s", name, _describe(state))
         else:
             LOGGER.info("State %r is state %r.", name, state.names[0])
 
 
-def _described(state: ParallelState) -> str:
+def _describe(state: ParallelState) -> str:
     topology = state.topology
     lists = [axis for axis in topology.axis_names if axis != "world" and topology.rank_groups(axis) is not None]
     sizes = {axis: "/".join(map(str, topology.group_sizes(axis))) for axis in lists or topology.base_axes}

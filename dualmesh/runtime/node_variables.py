@@ -32,8 +32,8 @@ def place_from(variables: Mapping[str, str], *, rank: int | None = None, world_s
         LaunchError: Variables are half set, are no numbers, or contradict each other.
     """
     if _complete(variables, LOCAL):
-        _known(variables, "RANK", rank)
-        return _local_place(variables, _known(variables, "WORLD_SIZE", world_size))
+        _read_number(variables, "RANK", rank)
+        return _local_place(variables, _read_number(variables, "WORLD_SIZE", world_size))
     if _complete(variables, GROUP):
         raise LaunchError(
             f"Nodes: {listed(GROUP)} set, but {listed(LOCAL)} missing. Set all four (torchrun does), or none."
@@ -59,7 +59,7 @@ def nodes_from(variables: Mapping[str, str], *, rank: int | None = None, world_s
     if place is None:
         return Nodes.of_sizes([1]) if world_size == 1 else None
     if place.node_count == 1:
-        rank = _known(variables, "RANK" if variables.get(LOCAL[0]) else "SLURM_PROCID", rank)
+        rank = _read_number(variables, "RANK" if variables.get(LOCAL[0]) else "SLURM_PROCID", rank)
         return Nodes.of_sizes([place.local_size]) if rank == place.local_rank else None
     step = None if variables.get(LOCAL[0]) else _slurm_step(variables, rank, world_size)
     return None if step is None or step.dealt is None else Nodes.of_hosts(step.dealt)
@@ -143,10 +143,10 @@ def _slurm_step(variables: Mapping[str, str], rank: int | None, world_size: int 
     tasks = next((name for name in SLURM_TASKS if variables.get(name)), SLURM_TASKS[-1])
     _complete(variables, (*SLURM_PLACE, tasks))
     sizes = tasks_per_node(variables[tasks])
-    rank = _known(variables, "SLURM_PROCID", rank)
+    rank = _read_number(variables, "SLURM_PROCID", rank)
     for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
         if variables.get(name):
-            world_size = _known(variables, name, world_size)
+            world_size = _read_number(variables, name, world_size)
             break
     if world_size is not None and sum(sizes) != world_size:
         raise _contradiction(
@@ -214,7 +214,7 @@ def _complete(variables: Mapping[str, str], names: Sequence[str]) -> bool:
     return bool(found)
 
 
-def _known(variables: Mapping[str, str], name: str, given: int | None) -> int | None:
+def _read_number(variables: Mapping[str, str], name: str, given: int | None) -> int | None:
     """Return a number given, or the variable's; refuse two that differ."""
     if not variables.get(name):
         return given

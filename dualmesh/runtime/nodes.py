@@ -56,7 +56,7 @@ def nodes(*, backend: str | None = None) -> Nodes:
     with session_for(backend) as current:
         if current.world.process_count == 1:
             return Nodes.of_sizes([current.world_size])
-        return nodes_of(_gathered(current))
+        return nodes_of(_gather(current))
 
 
 def nodes_of(said: Sequence[Said]) -> Nodes:
@@ -92,7 +92,7 @@ def host_identity(variables: Mapping[str, str]) -> str:
     return f"{socket.gethostname()} {boot}".strip()
 
 
-def _gathered(current: Session) -> list[Said]:
+def _gather(current: Session) -> list[Said]:
     """Return what the process of every rank says, through a state over the world that nobody sees."""
     topology = TopologySpec({"rank": current.world_size}).resolve(current.world_size)
     plan = StatePlan(topology, None, current.backend, current.world.device_type)

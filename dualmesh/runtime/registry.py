@@ -7,7 +7,7 @@ building states is in `init`.
 import threading
 from collections.abc import Callable, Hashable
 
-from dualmesh._support.checks import flag_of, is_switched_on
+from dualmesh._support.checks import check_flag, is_switched_on
 from dualmesh._support.warn import caution
 from dualmesh.backend.state import ParallelState
 from dualmesh.backend.state_plan import StatePlan
@@ -130,8 +130,8 @@ class Registry:
             message = f"Parallel state {name!r} is already registered; it is returned as it is."
             caution(message)
             return state
-        message = f"Parallel state {name!r} is already registered as {_described(state.plan)}; asked for now: "
-        message += f"{_described(plan)}."
+        message = f"Parallel state {name!r} is already registered as {_describe_plan(state.plan)}; asked for now: "
+        message += f"{_describe_plan(plan)}."
         if self.strict:
             cure = "Use another name, or clear_parallel_state() first."
             raise TakenNameError(f"{message} {cure}", name=name, found=state.plan, asked=plan)
@@ -180,7 +180,7 @@ class Registry:
         self.has_several = len({plan.topology for plan in self._states}) > 1
 
 
-def _described(plan: StatePlan) -> str:
+def _describe_plan(plan: StatePlan) -> str:
     settings = [f"{plan.topology!r} on {plan.backend}/{plan.device_type}", f"dp_mode={plan.dp_mode!r}"]
     settings += [f"ranks={plan.ranks}"] if plan.ranks is not None else []
     settings += ["async_enabled=True"] if plan.async_enabled else []
@@ -194,4 +194,4 @@ registry = Registry()
 
 def strict(on: bool = True) -> None:
     """Make a taken name with other settings an error (True) or a warning (False, the default). *Local.*"""
-    registry.strict = flag_of("strict", "on", on)
+    registry.strict = check_flag("strict", "on", on)

@@ -40,13 +40,13 @@ def seed_for(state: ParallelState, axes: Axis, base: int = 0, rank: int | None =
     if number is None:
         raise ArgumentError(f"seed_for: base={base!r} is no integer.", base=base)
     index = state.index(axes, rank)
-    start = _mixed(number & _MASK, int)
+    start = _mix(number & _MASK, int)
     if isinstance(index, int):
-        return _mixed((start + index) & _MASK, int)
-    return _mixed(index.astype("uint32") + np.uint32(start), np.uint32)
+        return _mix((start + index) & _MASK, int)
+    return _mix(index.astype("uint32") + np.uint32(start), np.uint32)
 
 
-def _mixed(x: Any, kind: Callable[[int], Any]) -> Any:
+def _mix(x: Any, kind: Callable[[int], Any]) -> Any:
     """Mix 32 bits; products wrap, by the mask for Python ints and by the dtype for arrays."""
     mask = kind(_MASK)
     x = x ^ (x >> 16)

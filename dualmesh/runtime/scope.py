@@ -15,9 +15,9 @@ from dualmesh._support.checks import function_of
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ScopeError, listed
 from dualmesh.runtime.registry import registry
-from dualmesh.runtime.single_process import solo_state
-from dualmesh.runtime.thread_check import Told, check_unscoped
-from dualmesh.runtime.wrap_steps import scoped_callable
+from dualmesh.runtime.single_process import single_process_state
+from dualmesh.runtime.thread_check import WarningGiven, check_thread
+from dualmesh.runtime.wrap_steps import wrap_callable
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -147,13 +147,13 @@ def get_parallel_state() -> ParallelState:
     if scope is not None:
         return scope.state
     if registry.has_several and _default is not None:
-        check_unscoped(_default_name)
+        check_thread(_default_name)
     return _default if _default is not None else before_init()
 
 
 def before_init() -> ParallelState:
     """Return the state that holds before any init: of a single process, with one warning. *Local.*"""
-    return solo_state()
+    return single_process_state()
 
 
 def scope_name() -> str | None:
@@ -350,7 +350,7 @@ class use_parallel_state(Scope):
         name: Any = self._target
         state = _named.get(name) if name.__class__ is str else None
         if state is None:
-            state, name = _meant(name)
+            state, name = _state_and_label(name)
         self.state = state
         self.name = name
         self.outer = read()
@@ -380,7 +380,7 @@ class use_parallel_state(Scope):
 
     def _enter_again(self) -> ParallelState:
         """Enter a scope of its own: the object was entered before, here or in another thread or task."""
-        state, name = _meant(self._target)
+        state, name = _state_and_label(self._target)
         self._last = Scope(state, name, self)
         push(self._last)
         return state
@@ -399,10 +399,10 @@ class use_parallel_state(Scope):
 
     def __call__(self, fn: Callable[Params, Result]) -> Callable[Params, Result]:
         target = self._target
-        return scoped_callable(fn, lambda: use_parallel_state(target))
+        return wrap_callable(fn, lambda: use_parallel_state(target))
 
 
-def _meant(target: Any) -> tuple[ParallelState, str]:
+def _state_and_label(target: Any) -> tuple[ParallelState, str]:
     """Return the state that a name or a state means, and how messages call it."""
     if isinstance(target, ParallelState):
         return target, target.names[0] if target.names else repr(target.topology)
@@ -428,7 +428,7 @@ def bind(fn: Callable[Params, Result]) -> Callable[Params, Result]:
     """
     function_of("bind", fn)
     state, name = get_parallel_state(), scope_name() or "solo"
-    return scoped_callable(fn, lambda: Scope(state, name))
+    return wrap_callable(fn, lambda: Scope(state, name))
 
 
 def set_default(state: ParallelState | None, name: str = "base") -> None:
@@ -437,7 +437,7 @@ def set_default(state: ParallelState | None, name: str = "base") -> None:
     with _lock:
         if _replay is not None and _made is not None and _default not in (None, state):
             _replay.note_default(Scope(_default, _default_name))
-        _default, _default_name, Told.once = state, name, False
+        _default, _default_name, WarningGiven.once = state, name, False
         for mirror in _mirrors:
             mirror.set_default(state)
 
@@ -524,7 +524,7 @@ def close_all() -> None:
 _AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
-def meant(where: str, state: ParallelState | None) -> ParallelState:
+def resolve_state(where: str, state: ParallelState | None) -> ParallelState:
     """Return the state given, or the ambient one for None. *Local.*
 
     Raises:
@@ -539,6 +539,6 @@ def meant(where: str, state: ParallelState | None) -> ParallelState:
     raise ArgumentError(f"{where}: state={state!r} is no state. Give {cure}, or None for the ambient one.", state=state)
 
 
-def inside(state: ParallelState | None) -> AbstractContextManager[object]:
+def scope_of(state: ParallelState | None) -> AbstractContextManager[object]:
     """Return the scope of a state given, for what a user's function asks; None leaves the ambient one. *Local.*"""
     return _AS_IT_IS if state is None else use_parallel_state(state)

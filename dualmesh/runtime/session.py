@@ -63,7 +63,7 @@ class Session:
         return f"<Session {self.backend!r}, world_size={self.world_size}, local_ranks={self.local_ranks}, {life}>"
 
 
-def started(
+def start_session(
     backend: str | None = None,
     *,
     rank: int | None = None,
@@ -97,7 +97,7 @@ def started(
         launch = replace(launch, **settings)
         running = _running(driver, settings)
         if running is not None:
-            session = adopted(driver, running)
+            session = adopt_world(driver, running)
             noun, found = ("ranks", running.size) if rank is None else ("processes", running.process_count)
             if world_size is not None and world_size != found:
                 raise SessionError(
@@ -107,7 +107,7 @@ def started(
                     asked=world_size,
                 )
             return session
-        return kept(Session(driver, driver.start(launch), owned=True))
+        return keep_session(Session(driver, driver.start(launch), owned=True))
 
 
 def _running(driver: Backend, settings: Mapping[str, Any]) -> World | None:
@@ -137,7 +137,7 @@ def session_for(backend: str | None) -> Iterator[Session]:
     with _lock:
         driver = driver_for(backend)
         running = driver.world()
-        current = started(driver.name) if running is None else adopted(driver, running)
+        current = start_session(driver.name) if running is None else adopt_world(driver, running)
     try:
         yield current
     except BaseException:
@@ -152,17 +152,17 @@ def driver_for(backend: str | None) -> Backend:
         return discovery.choose(backend, _live_backends())
 
 
-def adopted(driver: Backend, running: World) -> Session:
+def adopt_world(driver: Backend, running: World) -> Session:
     """Return the session of a running world; states of a world that ended before are forgotten. *Local.*"""
     known = _sessions.get(driver.name)
     if known is not None and known.is_live:
         return known
     if known is not None:
         forget(known.states())
-    return kept(Session(driver, running, owned=False))
+    return keep_session(Session(driver, running, owned=False))
 
 
-def kept(new: Session) -> Session:
+def keep_session(new: Session) -> Session:
     """Remember a session as the one that is meant when none is named. *Local.*"""
     _sessions.pop(new.backend, None)
     _sessions[new.backend] = new

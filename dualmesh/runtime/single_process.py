@@ -27,7 +27,7 @@ BEFORE_INIT = (
 )
 
 
-class SoloState(ParallelState):
+class SingleProcessState(ParallelState):
     """One process, size 1 along every axis; meshes and shardings need a registered state."""
 
     backend = "none"
@@ -36,12 +36,12 @@ class SoloState(ParallelState):
         topology = parallel_spec().resolve(1)
         plan = StatePlan(topology, None, "none", "cpu")
         super().__init__(plan, World(1, (0,), "cpu", 1, lambda: True))
-        self.arrays = _SoloArrays()
-        self.programs = _SoloPrograms()
+        self.arrays = _SingleProcessArrays()
+        self.programs = _SingleProcessPrograms()
 
     def require_live(self, where: str) -> None:
         """Refuse in a world of several processes."""
-        found = several_processes()
+        found = find_several_processes()
         if found is not None:
             raise NoStateError(
                 f"{where}: no parallel state is registered, but {found}. Call dm.init_parallel_state(...) first, on "
@@ -92,7 +92,7 @@ class SoloState(ParallelState):
         raise self._unregistered("sharding")
 
 
-class _SoloArrays(Arrays):
+class _SingleProcessArrays(Arrays):
     """One process holds everything."""
 
     def distribute(self, array: Any, spec: P) -> Any:
@@ -118,7 +118,7 @@ def _copied(array: Any) -> Any:
     return array_api_compat.array_namespace(array).asarray(array, copy=True)
 
 
-class _SoloPrograms(Programs):
+class _SingleProcessPrograms(Programs):
     """Blocks are global arrays, so every lifting is the identity."""
 
     def shard_map(
@@ -154,7 +154,7 @@ class _SoloPrograms(Programs):
         return xp.linalg.vector_norm(xp.concat(flat), ord=order)
 
 
-def several_processes() -> str | None:
+def find_several_processes() -> str | None:
     """Say where a world of several processes was seen, or return None. *Local.*"""
     for name, backend in discovery.loaded().items():
         world = backend.world()
@@ -167,7 +167,7 @@ def several_processes() -> str | None:
 
 
 @cache
-def solo_state() -> SoloState:
+def single_process_state() -> SingleProcessState:
     """Return the one single-process state; the first call warns. *Local.*"""
     caution(BEFORE_INIT)
-    return SoloState()
+    return SingleProcessState()

@@ -23,7 +23,7 @@ def is_step(variables: Mapping[str, str]) -> bool:
     return bool(variables.get("SLURM_PROCID")) and tasks.isdecimal() and int(tasks) > 1
 
 
-def launched(variables: Mapping[str, str]) -> dict[str, str]:
+def read_slurm(variables: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's four variables as a task of a step would have them; MASTER_* win where they are set. *Pure.*
 
     The tasks meet on the first host of the step, at a port made from the job's and the step's number.
@@ -32,7 +32,7 @@ def launched(variables: Mapping[str, str]) -> dict[str, str]:
         LaunchError: A number, or the step's hosts, are missing or malformed.
 
     >>> step = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
-    >>> launched(step)["MASTER_ADDR"], launched(step)["MASTER_PORT"]
+    >>> launched(step)["MASTER_ADDR"], read_slurm(step)["MASTER_PORT"]
     ('gpu07', '57358')
     """
     rank = variables["SLURM_PROCID"]

@@ -16,7 +16,7 @@ UNSCOPED = (
 )
 
 
-class Told:
+class WarningGiven:
     """Whether the one warning was given."""
 
     once = False
@@ -36,17 +36,17 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
-def check_unscoped(name: str) -> None:
+def check_thread(name: str) -> None:
     """Warn, once, a started thread that it gets the default among several topologies; strict: refuse. *Local.*
 
     Raises:
         ScopeError: Strict mode.
     """
-    if not this_thread.is_started or (Told.once and not registry.strict):
+    if not this_thread.is_started or (WarningGiven.once and not registry.strict):
         return
     count = len({state.topology for state in registry.states()})
     message = UNSCOPED.format(thread=threading.current_thread().name, count=count, name=name)
     if registry.strict:
         raise ScopeError(message, count=count)
-    Told.once = True
+    WarningGiven.once = True
     caution(message)

@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 Entered = Callable[[], AbstractContextManager[Any]]
 
 
-def scoped_callable(fn: Callable[Params, Result], enter: Entered) -> Callable[Params, Result]:
+def wrap_callable(fn: Callable[Params, Result], enter: Entered) -> Callable[Params, Result]:
     """Return `fn` with `enter()` around its call, or around each step of what it returns. *Pure.*"""
     if inspect.isasyncgenfunction(fn):
         return cast("Callable[Params, Result]", _async_generator(fn, enter))

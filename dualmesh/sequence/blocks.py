@@ -10,7 +10,7 @@ from dualmesh._support.optional_imports import array_api_compat
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
 from dualmesh.ops.checks import checked_dim
-from dualmesh.runtime.scope import meant
+from dualmesh.runtime.scope import resolve_state
 from dualmesh.topology.resolve import positive, whole
 from dualmesh.topology.topology import Axis
 
@@ -194,7 +194,7 @@ def token_weighted_mean(mean: Any, count: Any, axis: Axis = "sp", *, state: Para
         count: The number of this index' tokens.
         axis: What the tokens are split over.
     """
-    owner = meant("sequence.token_weighted_mean", state)
+    owner = resolve_state("sequence.token_weighted_mean", state)
     xp = array_api_compat.array_namespace(mean)
     # Counts are summed as they are, and shares made in 32 bits at least: 16 bits do not hold a count above 256.
     own = count if hasattr(count, "dtype") else xp.asarray(count, device=array_api_compat.device(mean))

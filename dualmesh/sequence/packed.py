@@ -89,11 +89,11 @@ def _promote(where: str, x: Any, codes: tuple[int, ...]) -> Any:
     return xp.astype(x, xp.result_type(*(getattr(xp, _FLOATS[code]) for code in sorted(set(codes)))))
 
 
-def joined_segments(x: Any, dim: int, axis: Axis, lengths: tuple[int, ...]) -> Any:
+def join_segments(x: Any, dim: int, axis: Axis, lengths: tuple[int, ...]) -> Any:
     """Return the sequences of all indices one after another. *Collective over the axis.*"""
     dim = checked_dim("sequence lengths", x, dim)
     longest = max(lengths)
-    whole = ops.all_gather(_lengthened(x, dim, longest), axis, dim)
+    whole = ops.all_gather(_append_zeros(x, dim, longest), axis, dim)
     if min(lengths) == longest:
         return whole
     xp = array_api_compat.array_namespace(x)
@@ -114,12 +114,12 @@ def own_segment(full: Any, dim: int, lengths: tuple[int, ...], index: Any) -> An
     xp, longest = array_api_compat.array_namespace(full), max(lengths)
     known, steps = xp.asarray(lengths), xp.arange(longest)
     before = xp.sum(xp.where(xp.arange(len(lengths)) < index, known, xp.zeros_like(known)))
-    taken = xp.take(_lengthened(full, dim, full.shape[dim] + longest), before + steps, axis=dim)
+    taken = xp.take(_append_zeros(full, dim, full.shape[dim] + longest), before + steps, axis=dim)
     held = xp.reshape(steps < known[index], (longest,) + (1,) * (len(full.shape) - dim - 1))
     return xp.where(held, taken, xp.zeros_like(taken))
 
 
-def _lengthened(x: Any, dim: int, length: int) -> Any:
+def _append_zeros(x: Any, dim: int, length: int) -> Any:
     """Append zeros up to a length."""
     if x.shape[dim] == length:
         return x

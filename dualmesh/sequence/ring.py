@@ -10,7 +10,7 @@ from dualmesh import ops
 from dualmesh._support.optional_imports import array_api_compat
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShapeError
-from dualmesh.runtime.scope import get_parallel_state, meant, scope_name
+from dualmesh.runtime.scope import get_parallel_state, resolve_state, scope_name
 from dualmesh.sequence.blocks import sequence_positions
 from dualmesh.topology.resolve import positive
 from dualmesh.topology.topology import Axis
@@ -66,7 +66,7 @@ def ring_attention(
     _check_shapes(query, key, value)
     positions = _tokens("positions", positions, query)
     segments = _tokens("segments", segments, query)
-    owner = meant("sequence.ring_attention", state)
+    owner = resolve_state("sequence.ring_attention", state)
     xp = array_api_compat.array_namespace(query)
     size = ops.axis_size(axis, state=owner)
     width, length = key.shape[-1], query.shape[1]
@@ -74,7 +74,7 @@ def ring_attention(
     if positions is None:
         positions = sequence_positions(query, length, axis, state=owner) if causal else None
     else:
-        repeated = _repeated(xp, positions, segments, query.shape[:2], axis, owner)
+        repeated = _find_repeated(xp, positions, segments, query.shape[:2], axis, owner)
     heads_first = (0, 2, 1, 3)
     query = xp.permute_dims(query, heads_first) * (width**-0.5 if scale is None else scale)
     travelling = xp.permute_dims(xp.concat([key, value], axis=-1), heads_first)
@@ -87,13 +87,13 @@ def ring_attention(
     def attended() -> tuple[Any, Any, Any]:
         block = xp.repeat(travelling, repeats, axis=1) if repeats > 1 else travelling
         visible = _visible(mine, theirs)
-        return _attended(xp, query, block[..., :width], block[..., width:], visible)
+        return _attend(xp, query, block[..., :width], block[..., width:], visible)
 
     parts = attended()
     for _ in range(size - 1):
         travelling = ops.shift(travelling, axis, 1, state=owner)
         theirs = {name: ops.shift(x, axis, 1, state=owner) for name, x in theirs.items()}
-        parts = _merged(xp, parts, attended())
+        parts = _merge(xp, parts, attended())
     numerator, denominator, _ = parts
     if repeated is not None:
         wrong = xp.reshape(repeated, (-1, 1, 1, 1))
@@ -164,7 +164,9 @@ def _visible(mine: dict[str, Any], theirs: dict[str, Any]) -> Any:
     return visible
 
 
-def _repeated(xp: Any, positions: Any, segments: Any, shape: tuple[int, int], axis: Axis, owner: ParallelState) -> Any:
+def _find_repeated(
+    xp: Any, positions: Any, segments: Any, shape: tuple[int, int], axis: Axis, owner: ParallelState
+) -> Any:
     """Return which lines of the batch hold a (segment, position) twice; None where it was seen that none does.
 
     *Collective over the axis.* One message holds the positions, the segments, and whether segments are given, in one
@@ -225,7 +227,7 @@ def _sorted_by(xp: Any, keys: Any, *arrays: Any) -> tuple[Any, ...]:
     return tuple(xp.reshape(xp.take(xp.reshape(x, (-1,)), places, axis=0), keys.shape) for x in arrays)
 
 
-def _attended(xp: Any, query: Any, key: Any, value: Any, visible: Any) -> tuple[Any, Any, Any]:
+def _attend(xp: Any, query: Any, key: Any, value: Any, visible: Any) -> tuple[Any, Any, Any]:
     """Return numerator, denominator and maximum of softmax attention to one block."""
     scores = query @ xp.permute_dims(key, (0, 1, 3, 2))
     if scores.dtype.itemsize < 4:
@@ -239,7 +241,7 @@ def _attended(xp: Any, query: Any, key: Any, value: Any, visible: Any) -> tuple[
     return weights @ value, xp.sum(weights, axis=-1, keepdims=True), highest
 
 
-def _merged(xp: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _merge(xp: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     highest = xp.maximum(first[2], second[2])
     old, new = xp.exp(first[2] - highest), xp.exp(second[2] - highest)
     return first[0] * old + second[0] * new, first[1] * old + second[1] * new, highest

@@ -10,7 +10,7 @@ from dualmesh import ops
 from dualmesh._support.optional_imports import array_api_compat
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ShapeError
-from dualmesh.ops.checks import checked_dim, resolved
+from dualmesh.ops.checks import checked_dim, resolve_axis
 from dualmesh.sequence.blocks import pad_sequence, unpad_sequence
 from dualmesh.topology.topology import Axis
 
@@ -38,7 +38,7 @@ def gather_seq_scatter_heads(
     """
     where = "sequence.gather_seq_scatter_heads"
     seq_dim, head_dim = _two_dims(where, x, seq_dim, head_dim)
-    _, axis, size = resolved(where, axis, state)
+    _, axis, size = resolve_axis(where, axis, state)
     x = _repeated_heads(where, x, head_dim, size, axis)
     x = ops.all_to_all(x, axis, split_dim=head_dim, concat_dim=seq_dim, state=state)
     return x if unpadded_length is None else unpad_sequence(x, seq_dim, unpadded_length)

@@ -14,8 +14,8 @@ from dualmesh.errors import ArgumentError, ShapeError
 from dualmesh.ops.checks import checked_dim
 from dualmesh.runtime.scope import get_parallel_state
 from dualmesh.sequence.blocks import token_weighted_mean, unpad_sequence
-from dualmesh.sequence.packed import agree_on_segments, joined_segments, own_segment
-from dualmesh.sequence.veomni_groups import found, in_state_of_group, is_native
+from dualmesh.sequence.packed import agree_on_segments, join_segments, own_segment
+from dualmesh.sequence.veomni_groups import find_state_of_group, in_state_of_group, is_native
 from dualmesh.topology.resolve import positive
 from dualmesh.topology.topology import Axis
 
@@ -50,7 +50,7 @@ def sp_pad(tensor: Any, dim: int = -1, pad_value: float = 0) -> Any:
     Args:
         pad_value: As in VeOmni 0 where nothing is said, for integers and masks too: `pad_sequence` asks there.
     """
-    return _padded(tensor, dim, pad_value, 1)
+    return _pad(tensor, dim, pad_value, 1)
 
 
 def sp_pad_and_slice(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale: int = 1) -> Any:
@@ -60,10 +60,10 @@ def sp_pad_and_slice(tensor: Any, dim: int = -1, pad_value: float = 0, pad_scale
         pad_value: Appended along `dim` up to a multiple of the size of sp times `pad_scale`. As in VeOmni 0 where
             nothing is said, for integers and masks too: `slice_sequence` asks there.
     """
-    return ops.take_block(_padded(tensor, dim, pad_value, pad_scale), "sp", dim)
+    return ops.take_block(_pad(tensor, dim, pad_value, pad_scale), "sp", dim)
 
 
-def _padded(x: Any, dim: int, value: float, scale: int) -> Any:
+def _pad(x: Any, dim: int, value: float, scale: int) -> Any:
     dim = checked_dim("sequence.sp_pad", x, dim)
     unit = ops.axis_size("sp") * positive("sequence.sp_pad", "pad_scale", scale)
     return pad_tensor(x, dim, -x.shape[dim] % unit, value)
@@ -104,7 +104,7 @@ def slice_input_tensor_scale_grad(x: Any, dim: int, group: Any = None, scale_gra
         group: What it is split over; None: ulysses.
     """
     axis = _axis(group, "ulysses")
-    x = ops.enter(scaled_gradient(x, 1 / ops.axis_size(axis)) if scale_grad else x, axis)
+    x = ops.enter(scale_gradient(x, 1 / ops.axis_size(axis)) if scale_grad else x, axis)
     return ops.take_block(x, axis, dim)
 
 
@@ -133,8 +133,8 @@ def gather_outputs(
     size = ops.axis_size(axis)
     if padding_dim is not None and unpad_dim_size is None:
         raise ArgumentError("sequence.gather_outputs: padding_dim is given, unpad_dim_size is not. Give both or none.")
-    x, known = agree_on_segments(scaled_gradient(x, size) if scale_grad else x, gather_dim, axis, lengths)
-    whole = joined_segments(x, gather_dim, axis, known)
+    x, known = agree_on_segments(scale_gradient(x, size) if scale_grad else x, gather_dim, axis, lengths)
+    whole = join_segments(x, gather_dim, axis, known)
     if padding_dim is None or unpad_dim_size is None:
         return whole
     missing = -positive("sequence.gather_outputs", "unpad_dim_size", unpad_dim_size, least=0) % size
@@ -155,7 +155,7 @@ def sp_gather_seqs(local: Any, dim: int, *, lengths: Sequence[int] | None = None
         (the packed sequence, the lengths in index order, this rank's index).
     """
     local, known = agree_on_segments(local, dim, "sp", lengths)
-    return joined_segments(local, dim, "sp", known), list(known), ops.axis_index("sp")
+    return join_segments(local, dim, "sp", known), list(known), ops.axis_index("sp")
 
 
 def sp_take_own_seq(full: Any, dim: int, seg_lengths: Sequence[int], sp_rank: Any) -> Any:
@@ -221,18 +221,18 @@ def reduce_sequence_parallel_loss(loss: Any, num_valid_tokens: Any, group: Any =
     """
     axis = _axis(group, "sp")
     size = ops.axis_size(axis)
-    return token_weighted_mean(scaled_gradient(loss, size), num_valid_tokens, axis)
+    return token_weighted_mean(scale_gradient(loss, size), num_valid_tokens, axis)
 
 
 def _axis(group: Any, default: str) -> Axis:
     """Return the axis that a seed's caller means."""
     if group is None:
         return default
-    axis: Axis = found(group)[1] if is_native(group) else group
+    axis: Axis = find_state_of_group(group)[1] if is_native(group) else group
     return axis
 
 
-def scaled_gradient(x: Any, factor: float) -> Any:
+def scale_gradient(x: Any, factor: float) -> Any:
     """Return `x`, whose gradient is multiplied by a factor; the value keeps its bits."""
     xp = array_api_compat.array_namespace(x)
     if factor == 1 or not xp.isdtype(x.dtype, ("real floating", "complex floating")):

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualmesh.errors import ArgumentError
 from dualmesh.runtime.scope import get_parallel_state
-from dualmesh.sequence.veomni_groups import found
+from dualmesh.sequence.veomni_groups import find_state_of_group
 
 
 def get_data_parallel_group() -> Any:
@@ -35,7 +35,7 @@ def get_ulysses_sequence_parallel_rank(group: Any = None) -> Any:
     """Return this rank's index along ulysses, or in a group of a registered state. *Pure.*"""
     if group is None:
         return _rank("ulysses")
-    state, axis = found(group)
+    state, axis = find_state_of_group(group)
     return state.index(axis)
 
 
@@ -43,7 +43,7 @@ def get_ulysses_sequence_parallel_world_size(group: Any = None) -> int:
     """Return the size of ulysses, or of a group of a registered state. *Pure.*"""
     if group is None:
         return get_parallel_state().ulysses_size
-    state, axis = found(group)
+    state, axis = find_state_of_group(group)
     return state.size(axis)
 
 

@@ -23,7 +23,7 @@ def is_native(group: Any) -> bool:
     return group is not None and not all(isinstance(name, str) for name in names)
 
 
-def found(group: Any) -> tuple[ParallelState, str]:
+def find_state_of_group(group: Any) -> tuple[ParallelState, str]:
     """Return the state and the axis that a native group belongs to: the ambient state's if it has it. *Local.*
 
     Raises:
@@ -58,7 +58,7 @@ def in_state_of_group(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         group = args[place] if len(args) > place else kwargs.get("group")
         if not is_native(group):
             return fn(*args, **kwargs)
-        state, _ = found(group)
+        state, _ = find_state_of_group(group)
         if state is get_parallel_state():
             return fn(*args, **kwargs)
         with use_parallel_state(state):

@@ -7,7 +7,7 @@ Which names an array has is said by a `ShardingPlan` (`plan`).
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh.errors import ShardingError, counted
 from dualmesh.sharding.partition_spec import Entry, P, split_axes
 from dualmesh.topology.layout import overlap
@@ -29,7 +29,7 @@ def rules_of(rules: Any) -> Rules:
     (('embed', 'dp_shard_sp'), ('batch', ('dp_replicate', 'dp_shard')), ('length', None))
     """
     given = () if rules is None else rules
-    pairs = given.items() if isinstance(given, Mapping) else items_of("Logical rules", "rules", given)
+    pairs = given.items() if isinstance(given, Mapping) else check_items("Logical rules", "rules", given)
     found = []
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2 or not isinstance(pair[0], str):

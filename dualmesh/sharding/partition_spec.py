@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from dualmesh._support.checks import items_in, words_of
+from dualmesh._support.checks import check_strings, items_in
 from dualmesh.errors import ShapeError, ShardingError, UnknownAxisError, counted
 from dualmesh.topology.layout import Digit, Layout
 from dualmesh.topology.topology import Axis, Topology
@@ -34,7 +34,7 @@ class P:
     def __init__(self, *entries: Entry | Iterable[str], partial: str | Iterable[str] = ()) -> None:
         set_field = object.__setattr__
         set_field(self, "entries", tuple(_entry(entry) for entry in entries))
-        set_field(self, "partial", words_of("P", "partial", partial))
+        set_field(self, "partial", check_strings("P", "partial", partial))
         used = self.axes
         repeated = [name for name in used if used.count(name) > 1]
         if repeated:

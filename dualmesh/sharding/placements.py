@@ -69,7 +69,7 @@ def placements_of(topology: Topology, spec: P, mesh: Sequence[Digit]) -> tuple[P
     for dim, entry in enumerate(spec.entries):
         for mesh_dim, factor in _splits(topology.layout(split_axes(entry)).digits, mesh, spec):
             placements[mesh_dim] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    for mesh_dim, _ in _splits(_summed(topology, spec).digits, mesh, spec):
+    for mesh_dim, _ in _splits(_sum_layout(topology, spec).digits, mesh, spec):
         placements[mesh_dim] = Partial()
     return tuple(placements)
 
@@ -102,7 +102,7 @@ def spec_for(topology: Topology, placements: Sequence[Placement], mesh: Sequence
             summed.append(digit)
             continue
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        inserted = _inserted(split.get(placement.dim, []), digit, factor)
+        inserted = _insert_digit(split.get(placement.dim, []), digit, factor)
         if inserted is None or placement.dim < 0:
             raise _no_spec(placement, mesh_dim, mesh)
         split[placement.dim] = inserted
@@ -130,7 +130,7 @@ def array_mesh(topology: Topology, specs: Iterable[P]) -> tuple[Digit, ...]:
     for spec in specs:
         check_axes(topology, spec)
         layouts += [topology.layout(split_axes(entry)) for entry in spec.entries]
-        layouts.append(_summed(topology, spec))
+        layouts.append(_sum_layout(topology, spec))
     mesh = refinement(layouts, topology.world_size)
     if mesh is None:
         raise ShardingError(
@@ -147,7 +147,7 @@ def array_mesh(topology: Topology, specs: Iterable[P]) -> tuple[Digit, ...]:
     return mesh or (Digit(1, 1),)
 
 
-def _summed(topology: Topology, spec: P) -> Layout:
+def _sum_layout(topology: Topology, spec: P) -> Layout:
     """Return the layout of the partial axes with their digits by falling stride: the order of a sum is no matter."""
     return Layout.of(reversed(topology.layout(spec.partial).ascending))
 
@@ -184,7 +184,7 @@ def _pieces(digit: Digit, mesh: Sequence[Digit], spec: P) -> list[tuple[int, Dig
     return pieces
 
 
-def _inserted(digits: Sequence[Digit], digit: Digit, factor: int) -> list[Digit] | None:
+def _insert_digit(digits: Sequence[Digit], digit: Digit, factor: int) -> list[Digit] | None:
     """Return the digits with one put in where those before it multiply to `factor`, or None."""
     before: list[Digit] = []
     after = list(digits)
@@ -231,7 +231,7 @@ def _require_sum(placement: Partial, mesh_dim: int) -> None:
 
 def _no_placements(spec: P, mesh: Sequence[Digit], why: str) -> ShardingError:
     return ShardingError(
-        f"{spec!r} has no placements on the mesh {_shown(mesh)}: {why}. Use a mesh that is cut where the spec is "
+        f"{spec!r} has no placements on the mesh {_show_mesh(mesh)}: {why}. Use a mesh that is cut where the spec is "
         f"(placements.array_mesh(topology, [spec])).",
         spec=spec,
         mesh=tuple(mesh),
@@ -240,7 +240,7 @@ def _no_placements(spec: P, mesh: Sequence[Digit], why: str) -> ShardingError:
 
 def _no_spec(placement: Shard | StridedShard, mesh_dim: int, mesh: Sequence[Digit]) -> ShardingError:
     return ShardingError(
-        f"Placement {placement} on mesh dim {mesh_dim} of {_shown(mesh)} is no P: dims count from 0, and a split "
+        f"Placement {placement} on mesh dim {mesh_dim} of {_show_mesh(mesh)} is no P: dims count from 0, and a split "
         f"factor is a product of sizes of later mesh dims that split the same tensor dim. Redistribute to plain shards "
         f"first.",
         placement=placement,
@@ -257,5 +257,5 @@ def _no_names(topology: Topology, part: str, layout: Layout, placements: Sequenc
     )
 
 
-def _shown(mesh: Sequence[Digit]) -> str:
+def _show_mesh(mesh: Sequence[Digit]) -> str:
     return f"{'x'.join(str(size) for size, _ in mesh)} (strides {listed(stride for _, stride in mesh)})"

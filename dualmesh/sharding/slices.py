@@ -6,7 +6,7 @@ Which slice one rank holds is in `partition_spec`.
 from collections.abc import Sequence
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh.errors import ShapeError, counted
 from dualmesh.sharding.partition_spec import P, check_axes, check_entries, slices_of, split_axes
 from dualmesh.topology.resolve import positive
@@ -27,7 +27,7 @@ def covering_slices(topology: Topology, spec: P, shape: Sequence[int], ranks: Se
     )
 
 
-def covered_shape(
+def global_shape_of_cover(
     topology: Topology, spec: P, covering: Sequence[int], ranks: Sequence[int], *, what: str
 ) -> tuple[int, ...]:
     """Return the shape of the global array of which some ranks' blocks are covered by a slice of a given shape. *Pure.*
@@ -37,7 +37,7 @@ def covered_shape(
 
     >>> import dualmesh as dm
     >>> topology = dm.TopologySpec({"dp": 2, "tp": 2}).resolve(4)
-    >>> covered_shape(topology, P("dp", "tp"), (4, 6), [2, 3], what="block")
+    >>> global_shape_of_cover(topology, P("dp", "tp"), (4, 6), [2, 3], what="block")
     (8, 6)
     """
     check_axes(topology, spec, what=what)
@@ -78,22 +78,22 @@ def padded_shape(topology: Topology, spec: P, shape: Sequence[int], *, what: str
     return tuple(-(-size // count) * count for size, count in zip(shape, parts, strict=True))
 
 
-def clipped(slices: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
+def clip_slices(slices: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
     """Return which part of a slice of the padded array lies in the array itself; what is all padding is empty. *Pure.*
 
-    >>> clipped((slice(8, 12), slice(12, 16)), (10, 10))
+    >>> clip_slices((slice(8, 12), slice(12, 16)), (10, 10))
     (slice(8, 10, None), slice(10, 10, None))
     """
     return tuple(slice(min(cut.start, size), min(cut.stop, size)) for cut, size in zip(slices, shape, strict=True))
 
 
-def trimmed(where: str, value: Any, shape: Any) -> Any:
+def trim(where: str, value: Any, shape: Any) -> Any:
     """Return the first part of a padded value that has `shape`. *Local.*
 
     Raises:
         ShapeError: The value has another number of dims, or is smaller.
     """
-    asked = tuple(positive(where, "shape", size, least=0) for size in items_of(where, "shape", shape))
+    asked = tuple(positive(where, "shape", size, least=0) for size in check_items(where, "shape", shape))
     found = tuple(value.shape)
     if len(asked) != len(found) or any(size > whole for size, whole in zip(asked, found, strict=True)):
         raise ShapeError(

@@ -7,14 +7,14 @@ in `places`.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArgumentError, listed
 from dualmesh.sharding.param_paths import leaves_by_path
 from dualmesh.sharding.partition_spec import is_spec
 from dualmesh.sharding.tree import leaves
 from dualmesh.testing.differences import Difference, Ranks, differing, refuse_differences
-from dualmesh.testing.measurement import Measured, Program, measured, weights_of
+from dualmesh.testing.measurement import Measured, Program, measure, weights_of
 from dualmesh.testing.places import Place, place_named
 from dualmesh.testing.pools import DEFAULT_TIMEOUT_S
 from dualmesh.testing.topologies import AnyTopology, in_world
@@ -84,17 +84,17 @@ def compare_places(
     array([6.])
     """
     spec, size = in_world("compare_places", topology, world_size, ranks)
-    arrays = items_of("compare_places", "inputs", inputs)
+    arrays = check_items("compare_places", "inputs", inputs)
     numbers = _differentiated(wrt, arrays)
     program = Program(fn, arrays, in_specs if is_spec(in_specs) else tuple(in_specs), out_specs, numbers, rtol)
     reference = _expected(expected, pullback, numbers)
-    chosen = [place_named(place) for place in items_of("compare_places", "places", places)]
+    chosen = [place_named(place) for place in check_items("compare_places", "places", places)]
     if len(chosen) + (expected is not None) < 2:
         raise ArgumentError(NOTHING_TO_COMPARE.format(count="one place and nothing" if chosen else "no place"))
     wrong: list[Difference] = []
     differentiating = ["numpy"] if pullback is not None else []
     for place in chosen:
-        found = place.run(measured, program, spec, ranks, world_size=size, timeout_s=timeout_s)
+        found = place.run(measure, program, spec, ranks, world_size=size, timeout_s=timeout_s)
         results = [result for result in found if result is not None]
         differentiating += [place.backend] if results[0].differentiates else []
         for result in results:
@@ -113,7 +113,7 @@ def compare_places(
 
 def _differentiated(wrt: Sequence[int], arrays: Sequence[Any]) -> tuple[int, ...]:
     """Return the positions of inputs to differentiate, checked."""
-    numbers = items_of("compare_places", "wrt", wrt)
+    numbers = check_items("compare_places", "wrt", wrt)
     for number in numbers:
         if whole(number) not in range(len(arrays)) or numbers.count(number) > 1:
             raise ArgumentError(
@@ -140,7 +140,7 @@ def _expected(
         return reference
     if expected is None or not numbers:
         raise ArgumentError("compare_places: pullback= needs expected= and wrt=. Give them, or leave it out.")
-    gradients = items_of("compare_places", "what pullback returned", pullback(weights_of(expected, np.asarray)))
+    gradients = check_items("compare_places", "what pullback returned", pullback(weights_of(expected, np.asarray)))
     if len(gradients) != len(numbers):
         raise ArgumentError(
             f"compare_places: pullback returned {len(gradients)} gradients for wrt={numbers}. Return one per input."

@@ -152,7 +152,7 @@ def difference(
         return None
     narrow = min(wanted.dtype, found.dtype, key=lambda dtype: int(dtype.itemsize))
     apart, relative = _apart(wanted, found, narrow, scale)
-    allowed = _allowed(narrow, rtol)
+    allowed = _tolerance_of(narrow, rtol)
     wrong = ~(relative <= allowed) if allowed else apart
     if not wrong.any():
         return None
@@ -217,7 +217,7 @@ def largest(array: "NDArray[Any]") -> float:
     return float(finite.max()) if finite.size else 0.0
 
 
-def _allowed(narrow: Any, rtol: float | None) -> float:
+def _tolerance_of(narrow: Any, rtol: float | None) -> float:
     if rtol is not None:
         return rtol
     if narrow.kind in "biu":

@@ -72,7 +72,7 @@ def _sent_on(called: Called) -> Any:
     return y + (back - called.cut(back))
 
 
-def _swapped(called: Called) -> Any:
+def _swap(called: Called) -> Any:
     """Indices 0 and 1 of the axis take each other's place before the collective."""
     pairs = ((0, 1), (1, 0), *((i, i) for i in range(2, called.size)))
     return called.done(called.collectives.permute(called.x, called.axis, pairs=pairs))
@@ -88,7 +88,7 @@ def _without_last(called: Called) -> Any:
     return called.done(xp.where(index == last, xp.zeros_like(called.x), called.x))
 
 
-def _averaged(called: Called) -> Any:
+def _average(called: Called) -> Any:
     return called.done() / called.size if called.is_float else called.done()
 
 
@@ -163,9 +163,9 @@ FAULTS = {
     "grad_wrong_factor": Fault("gradients come multiplied by 1.5", _EVERY, _grad_times(lambda c: 1.5)),
     "grad_wrong_way": Fault("gradients of permutations go on instead of back", ("permute", "shift"), _sent_on),
     "grad_not_summed": Fault("the gradient of `enter` is not summed", ("enter",), lambda c: c.x),
-    "swap_ranks": Fault("indices 0 and 1 are swapped", MOVING, _swapped),
+    "swap_ranks": Fault("indices 0 and 1 are swapped", MOVING, _swap),
     "drop_last_shard": Fault("the last index brings zeros", (*MOVING, *SUMMING), _without_last),
-    "mean_for_sum": Fault("sums are divided by the size of the axis", SUMMING, _averaged),
+    "mean_for_sum": Fault("sums are divided by the size of the axis", SUMMING, _average),
     "own_total": Fault(
         "token_mean divides by its own count", patch=Patch(dualmesh, "token_mean", _own_total, _over_loss)
     ),

@@ -17,7 +17,7 @@ from dualmesh.runtime.registry import registry
 from dualmesh.testing.faults import FAULTS, Called, Fault, Patch
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.taps import place, watch
-from dualmesh.topology.roles import expanded
+from dualmesh.topology.roles import expand_axes
 from dualmesh.topology.topology import Axis
 
 _ids = itertools.count()
@@ -155,7 +155,7 @@ class _Broken:
 
 
 def _named(owner: ParallelState, axis: Axis) -> set[str]:
-    return set(expanded(owner.topology, (axis,) if isinstance(axis, str) else axis))
+    return set(expand_axes(owner.topology, (axis,) if isinstance(axis, str) else axis))
 
 
 def _end_watch() -> None:

@@ -95,12 +95,12 @@ _known: dict[str, Instruments] = {}
 def instruments_of(backend: str) -> Instruments:
     """Return the instruments of a backend, imported when first asked for. *Local.*"""
     if backend not in _known:
-        _known[backend] = _found(backend)
+        _known[backend] = _find(backend)
         _known[backend].name = f"backend {backend!r}"
     return _known[backend]
 
 
-def _found(backend: str) -> Instruments:
+def _find(backend: str) -> Instruments:
     package = type(discovery.load(backend)).__module__.partition(".")[0]
     try:
         module = importlib.import_module(f"{package}.testing")

@@ -58,7 +58,7 @@ class Measured:
         self.diverged += _about(what, diverged(tree, state, rtol))
 
 
-def measured(program: Program, spec: Any, ranks: Sequence[int] | None) -> Measured | None:
+def measure(program: Program, spec: Any, ranks: Sequence[int] | None) -> Measured | None:
     """Run a program over a state of its own; None where this process has no rank of it. *Collective over the state.*"""
     state = init_parallel_state(spec=spec, ranks=ranks)
     if not state.is_member:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dualmesh._support.optional_imports import np
 from dualmesh.arrays.distribute import local_slices, shard_local
 from dualmesh.backend.state import ParallelState
-from dualmesh.runtime.scope import meant
+from dualmesh.runtime.scope import resolve_state
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +29,7 @@ def counter_noise(
         shape: The global shape.
         dtype: A floating-point dtype of numpy.
     """
-    owner = meant("testing.counter_noise", state)
+    owner = resolve_state("testing.counter_noise", state)
     owner.require_ready("counter_noise")
     held = [local_slices(spec, shape, rank, state=owner) for rank in owner.local_ranks]
     cover = tuple(slice(min(s.start for s in dim), max(s.stop for s in dim)) for dim in zip(*held, strict=True))
@@ -41,13 +41,13 @@ def noise_block(key: int, slices: Sequence[slice], shape: Sequence[int]) -> "NDA
     position = np.zeros((), dtype=np.uint64)
     for part, size in zip(slices, shape, strict=True):
         position = position[..., None] * np.uint64(size) + np.arange(part.start, part.stop, dtype=np.uint64)
-    seed = _hashed(np.asarray(key & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64))
-    first, second = (_hashed(position * np.uint64(2) + np.uint64(draw) + seed) for draw in (0, 1))
+    seed = _hash(np.asarray(key & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64))
+    first, second = (_hash(position * np.uint64(2) + np.uint64(draw) + seed) for draw in (0, 1))
     radius = np.sqrt(-2.0 * np.log(((first >> np.uint64(11)) + np.uint64(1)) * 2.0**-53))
     return np.asarray(radius * np.cos(2.0 * np.pi * ((second >> np.uint64(11)) * 2.0**-53)))
 
 
-def _hashed(x: "NDArray[np.uint64]") -> "NDArray[np.uint64]":
+def _hash(x: "NDArray[np.uint64]") -> "NDArray[np.uint64]":
     """Hash 64 bits by the splitmix64 finalizer (Steele, Lea and Flood 2014, "Fast splittable generators")."""
     with np.errstate(over="ignore"):
         x = x + np.uint64(0x9E3779B97F4A7C15)

@@ -15,7 +15,7 @@ from dualmesh._support.optional_imports import cloudpickle
 _importable: dict[str, bool] = {}
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     """Return a value as bytes. *Local.*
 
     Functions travel by name where a fresh process can import them, and whole where it cannot: pytest's importlib mode

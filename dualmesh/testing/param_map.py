@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh._support.optional_imports import np
 from dualmesh.errors import ArgumentError, ShapeError, did_you_mean, listed
 from dualmesh.testing.transforms import Transform, same
@@ -49,8 +49,8 @@ class ParamMap:
     """
 
     def __init__(self, rules: Iterable[Sequence[Any]]) -> None:
-        listed_rules = items_of("ParamMap", "rules", rules)
-        self.rules = tuple(_rule(items_of("ParamMap", "a rule", rule)) for rule in listed_rules)
+        listed_rules = check_items("ParamMap", "rules", rules)
+        self.rules = tuple(_rule(check_items("ParamMap", "a rule", rule)) for rule in listed_rules)
 
     def to_jax(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Return the JAX program's arrays by name, for parameters or gradients of the torch program. *Pure.*
@@ -78,7 +78,7 @@ def _rule(rule: tuple[Any, ...]) -> Rule:
             f"dualmesh.testing.transforms or left out.",
             rule=rule,
         )
-    sides = [(side,) if isinstance(side, str) else items_of("ParamMap", "names", side) for side in rule[:2]]
+    sides = [(side,) if isinstance(side, str) else check_items("ParamMap", "names", side) for side in rule[:2]]
     if not all(side and all(isinstance(name, str) for name in side) for side in sides):
         raise ArgumentError(f"ParamMap: {rule[:2]!r}: each side is a name or some names. Give strings.", rule=rule)
     stars = [sorted({name.count("*") for name in side}) for side in sides]
@@ -121,7 +121,7 @@ class _Move:
         return self._found
 
     def _follow(self, rule: Rule) -> None:
-        strange = _misnumbered(rule, self._tree)
+        strange = _find_misnumbered(rule, self._tree)
         if strange:
             self._problems.append(
                 f"{listed(rule.sources)}: a * on one side only stands for 0, 1, 2, ... without gaps, and found are "
@@ -149,7 +149,7 @@ class _Move:
         except ShapeError as error:
             self._problems.append(f"{listed(sources)}: {error}")
             return
-        names = _numbered(targets, len(arrays)) if "*" in targets[0] else targets
+        names = _number_names(targets, len(arrays)) if "*" in targets[0] else targets
         if len(names) != len(arrays):
             self._problems.append(f"{listed(sources)}: the transform gives {len(arrays)} arrays for {listed(names)}")
         made = [name for place, name in enumerate(names) if name in self._found or name in names[:place]]
@@ -162,7 +162,7 @@ class _Move:
         went = {names: sources for one, sources, names in self._pairs if one is rule}
         for names, patterns in _groups(rule.turned(), self._found):
             sources = went.pop(names, None)
-            back = patterns if "*" not in patterns[0] else _numbered(patterns, len(sources or ()))
+            back = patterns if "*" not in patterns[0] else _number_names(patterns, len(sources or ()))
             if back != sources:
                 came = "other names" if sources is None else listed(sources)
                 self._problems.append(f"{listed(names)} would come back as {listed(back)}, but came from {came}")
@@ -178,15 +178,15 @@ def _groups(rule: Rule, tree: Mapping[str, Any]) -> Iterator[tuple[Names, Names]
         return
     texts = _texts(rule.sources, tree)
     if "*" in rule.targets[0]:
-        yield from ((_filled(rule.sources, text), _filled(rule.targets, text)) for text in texts)
+        yield from ((_fill_patterns(rule.sources, text), _fill_patterns(rule.targets, text)) for text in texts)
     elif texts:
         yield (
-            tuple(name for pattern in rule.sources for text in texts for name in _filled((pattern,), text)),
+            tuple(name for pattern in rule.sources for text in texts for name in _fill_patterns((pattern,), text)),
             rule.targets,
         )
 
 
-def _misnumbered(rule: Rule, tree: Mapping[str, Any]) -> list[str]:
+def _find_misnumbered(rule: Rule, tree: Mapping[str, Any]) -> list[str]:
     """Return what a star on the first side only stands for, where that is not 0, 1, 2, ..."""
     if "*" not in rule.sources[0] or "*" in rule.targets[0]:
         return []
@@ -203,7 +203,7 @@ def _texts(patterns: Names, tree: Mapping[str, Any]) -> list[Texts]:
     return sorted(found, key=lambda texts: [(int(text), "") if text.isdecimal() else (-1, text) for text in texts])
 
 
-def _filled(patterns: Names, texts: Texts) -> Names:
+def _fill_patterns(patterns: Names, texts: Texts) -> Names:
     filled = []
     for pattern in patterns:
         parts = pattern.split("*")
@@ -211,7 +211,9 @@ def _filled(patterns: Names, texts: Texts) -> Names:
     return tuple(filled)
 
 
-def _numbered(patterns: Names, count: int) -> Names:
+def _number_names(patterns: Names, count: int) -> Names:
     """Return the names of so many arrays: all numbers of the first pattern, then all of the second."""
     numbers = range(count // len(patterns))
-    return tuple(name for pattern in patterns for number in numbers for name in _filled((pattern,), (str(number),)))
+    return tuple(
+        name for pattern in patterns for number in numbers for name in _fill_patterns((pattern,), (str(number),))
+    )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dualmesh._support.optional_imports import cloudpickle
 from dualmesh.errors import WorkerError
-from dualmesh.testing.packing import packed
+from dualmesh.testing.packing import pack
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -77,7 +77,7 @@ class Pool:
         while len(self._workers) < len(args):
             self._workers.append(self._started())
         for (_, pipe), own in zip(self._workers, args, strict=False):
-            pipe.send_bytes(packed((fn, own)))
+            pipe.send_bytes(pack((fn, own)))
         waiting: dict[Any, int] = {pipe: i for i, (_, pipe) in enumerate(self._workers[: len(args)])}
         outcomes: dict[int, Outcome] = {}
         while waiting:

@@ -82,15 +82,15 @@ def compare_ports(
     with tempfile.TemporaryDirectory(prefix="dualmesh_taps_") as folder:
         for name, port, place in zip(("torch", "jax"), (torch, jax), places, strict=True):
             call = (port, theirs[name], inputs, spec, str(Path(folder, name)))
-            ran[name] = place_named(place).run(_ported, *call, world_size=size, timeout_s=timeout_s)
-        wrong = _tapped(Path(folder), rtol)
+            ran[name] = place_named(place).run(_run_port, *call, world_size=size, timeout_s=timeout_s)
+        wrong = _compare_taps(Path(folder), rtol)
     for process in range(len(ran["torch"])):
         wrong += _trained_apart(ran["torch"][process], ran["jax"][0], param_map, rtol, process)
     refuse_differences(f"compare_ports over {spec!r}", wrong)
     return {name: results[0] for name, results in ran.items()}
 
 
-def _tapped(folder: Path, rtol: float | None) -> list[Difference]:
+def _compare_taps(folder: Path, rtol: float | None) -> list[Difference]:
     """Compare what passed the taps of the two programs."""
     torch, jax = (load(folder / name) for name in ("torch", "jax"))
     return compare_recordings(jax, torch, rtol=rtol)
@@ -126,7 +126,7 @@ def _trained_apart(
     return [one for one in each if one is not None]
 
 
-def _ported(port: Port, params: dict[str, Any], inputs: Any, spec: Any, folder: str) -> Trained:
+def _run_port(port: Port, params: dict[str, Any], inputs: Any, spec: Any, folder: str) -> Trained:
     """Run a port in a worker; keep what passes its taps."""
     state = init_parallel_state(spec=spec)
     with recorded(state) as recorder:

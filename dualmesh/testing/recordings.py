@@ -108,7 +108,11 @@ class Recording:
         for entry in sorted(blocks, key=lambda entry: -entry.rank):
             whole[_cut(entry)], is_held[_cut(entry)] = entry.block, True
         if missing or not is_held.all():
-            why = _unpassed(missing, self.backend) if missing else f"{int((~is_held).sum())} elements are on no rank"
+            why = (
+                _describe_unpassed(missing, self.backend)
+                if missing
+                else f"{int((~is_held).sum())} elements are on no rank"
+            )
             raise RecordingError(f"Recording: {key} is not whole: {why}.", key=key, ranks=missing)
         return whole
 
@@ -117,7 +121,7 @@ class Recording:
         return f"<Recording of {counted(len(names), 'tap')} on {self.backend}, world_size={self.world_size}>"
 
 
-def _described(entry: Entry) -> dict[str, Any]:
+def _describe(entry: Entry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in Entry.__dataclass_fields__ if name != "block"}
 
 
@@ -140,7 +144,11 @@ def compare_recordings(wanted: Recording, found: Recording, *, rtol: float | Non
         if key not in found.entries or key not in wanted.entries:
             wrong.append(_unmet(key, wanted, found))
         elif wanted.missing(key) or found.missing(key):
-            wrong += [_missed(key, one, (wanted.backend, found.backend)) for one in (wanted, found) if one.missing(key)]
+            wrong += [
+                _describe_missing(key, one, (wanted.backend, found.backend))
+                for one in (wanted, found)
+                if one.missing(key)
+            ]
         else:
             wrong += _first_of(key, wanted, found, rtol)
     return wrong
@@ -152,12 +160,12 @@ def _unmet(key: Key, wanted: Recording, found: Recording) -> Difference:
     return Difference(str(key), (wanted.backend, found.backend), said=said)
 
 
-def _missed(key: Key, run: Recording, places: tuple[str, str]) -> Difference:
+def _describe_missing(key: Key, run: Recording, places: tuple[str, str]) -> Difference:
     ranks = run.missing(key)
-    return Difference(str(key), places, ranks=ranks, said=_unpassed(ranks, run.backend))
+    return Difference(str(key), places, ranks=ranks, said=_describe_unpassed(ranks, run.backend))
 
 
-def _unpassed(ranks: Sequence[int], backend: str) -> str:
+def _describe_unpassed(ranks: Sequence[int], backend: str) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} did not pass it on {backend}"
 
 
@@ -213,7 +221,7 @@ def save(path: Path, backend: str, world_size: int, ranks: Sequence[int], entrie
         "world_size": world_size,
         "ranks": list(ranks),
         "groups": groups,
-        "entries": [{**_described(entry), "together": numbers[entry.together]} for entry in entries],
+        "entries": [{**_describe(entry), "together": numbers[entry.together]} for entry in entries],
     }
     arrays = {f"block{number}": entry.block for number, entry in enumerate(entries)}
     text = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
@@ -232,7 +240,7 @@ def load(path: str | Path) -> Recording:
         raise RecordingError(
             f"replay: there is no recording at {path}: no rank*.npz. Record one first.", path=str(path)
         )
-    read = [_read(file) for file in files]
+    read = [_read_file(file) for file in files]
     first = read[0][0]
     ranks = sorted(rank for index, _ in read for rank in index["ranks"])
     if any(index["world_size"] != first["world_size"] for index, _ in read) or ranks != list(
@@ -247,7 +255,7 @@ def load(path: str | Path) -> Recording:
     return Recording(first["backend"], first["world_size"], [entry for _, entries in read for entry in entries])
 
 
-def _read(file: Path) -> tuple[Mapping[str, Any], list[Entry]]:
+def _read_file(file: Path) -> tuple[Mapping[str, Any], list[Entry]]:
     try:
         with np.load(file, allow_pickle=False) as held:
             index = json.loads(held["index"].tobytes().decode())

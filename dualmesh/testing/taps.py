@@ -16,7 +16,7 @@ from dualmesh.runtime.scope import get_parallel_state
 from dualmesh.sharding.partition_spec import P, global_shape, slices_of
 from dualmesh.testing.instruments import instruments_of
 from dualmesh.testing.recordings import Entry
-from dualmesh.topology.roles import expanded, stage_axes
+from dualmesh.topology.roles import expand_axes, stage_axes
 from dualmesh.topology.topology import Topology
 
 NO_SPEC = (
@@ -77,7 +77,7 @@ def tap(name: str, x: Any, spec: Any = None, *, grad_spec: Any = None, state: Pa
     if not _is_block(owner, x):
         unsummed = P(*laid.entries)
         return transforms.shard_map(lambda block: tap(name, block, unsummed, state=owner), unsummed, unsummed, owner)(x)
-    note = _noted(name, "value", owner, laid, laid.partial)
+    note = _note(name, "value", owner, laid, laid.partial)
     return instruments_of(owner.backend).watched(owner, x, note, _gradient(name, owner, laid, grad_spec))
 
 
@@ -96,12 +96,12 @@ def _gradient(name: str, owner: ParallelState, laid: P, grad_spec: Any) -> Calla
     elif laid.partial:
         raise ArgumentError(NO_SPEC.format(name=name, spec=laid), name=name, spec=laid)
     else:
-        used = set(expanded(owner.topology, laid.axes))
+        used = set(expand_axes(owner.topology, laid.axes))
         spec = P(*laid.entries, partial=[axis for axis in owner.topology.base_axes if axis not in used])
-    return lambda: _noted(name, "gradient", owner, spec, spec.partial)
+    return lambda: _note(name, "gradient", owner, spec, spec.partial)
 
 
-def _noted(name: str, kind: str, owner: ParallelState, spec: P, partial: tuple[str, ...]) -> Callable[[int, Any], None]:
+def _note(name: str, kind: str, owner: ParallelState, spec: P, partial: tuple[str, ...]) -> Callable[[int, Any], None]:
     """Return what keeps a block; its place in the order of the run is now."""
     order = next(watch.orders)
     topology, grid_rank, entries = owner.topology, owner.grid_rank, P(*spec.entries)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from dualmesh._support.checks import items_of
+from dualmesh._support.checks import check_items
 from dualmesh._support.optional_imports import np
 from dualmesh.errors import ShapeError
 from dualmesh.topology.resolve import whole
@@ -271,14 +271,14 @@ def _number(what: str, name: str, value: Any) -> int:
 
 
 def _sizes(what: str, name: str, values: Any) -> tuple[int, ...]:
-    sizes = tuple(_number(what, name, value) for value in items_of(what, name, values))
+    sizes = tuple(_number(what, name, value) for value in check_items(what, name, values))
     if any(size < 0 for size in sizes):
         raise ShapeError(f"{what}: {name} is {sizes}. Say every size: a map goes both ways.", **{name: values})
     return sizes
 
 
 def _permutation(what: str, values: Any) -> tuple[int, ...]:
-    order = tuple(_number(what, "order", value) for value in items_of(what, "order", values))
+    order = tuple(_number(what, "order", value) for value in check_items(what, "order", values))
     if sorted(order) != list(range(len(order))):
         raise ShapeError(f"{what}: {list(order)} is no permutation of 0..{len(order) - 1}.", order=order)
     return order

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from dualmesh.topology.layout import Layout
-from dualmesh.topology.roles import expanded, view_param_axes
+from dualmesh.topology.roles import expand_axes, view_param_axes
 from dualmesh.topology.topology import Axis, Topology
 
 Lane = Literal["data", "param"]
@@ -56,7 +56,7 @@ def lane_of(topology: Topology, axis: Axis) -> Lane:
     names = (axis,) if isinstance(axis, str) else axis
     if len(names) == 1 and names[0] in view_param_axes(topology):
         return "param"
-    return "param" if expanded(topology, names) in _reduced(topology) else "data"
+    return "param" if expand_axes(topology, names) in _reduced(topology) else "data"
 
 
 def membership(
@@ -160,7 +160,7 @@ def distinct(
     return tuple(sorted({*known.values(), *([loss] if loss else [])}))
 
 
-def everyones(topology: Topology, places: Sequence[int] | None = None) -> tuple[Membership, ...]:
+def memberships_of_all(topology: Topology, places: Sequence[int] | None = None) -> tuple[Membership, ...]:
     """Return the distinct groups of all ranks together, in one order. *Pure*, O(world): for a fallback only."""
     wanted: dict[Axis, set[Lane]] = {axis: {lane_of(topology, axis)} for axis in topology.axis_names}
     if "loss" in topology.spec.roles:
@@ -182,8 +182,8 @@ def everyones(topology: Topology, places: Sequence[int] | None = None) -> tuple[
 def _reduced(topology: Topology) -> frozenset[tuple[str, ...]]:
     """The expanded axes over which wrappers reduce gradients or gather parameters."""
     roles = topology.spec.roles
-    found = {expanded(topology, roles[part]) for part in _WHOLE_ROLES if part in roles}
+    found = {expand_axes(topology, roles[part]) for part in _WHOLE_ROLES if part in roles}
     for part in _MEMBER_ROLES:
-        found |= {(name,) for name in expanded(topology, roles.get(part, ()))}
-    ordered = expanded(topology, roles.get("sequence", ()))
+        found |= {(name,) for name in expand_axes(topology, roles.get(part, ()))}
+    ordered = expand_axes(topology, roles.get("sequence", ()))
     return frozenset(found - {(), ordered, *((name,) for name in ordered)})

@@ -51,7 +51,7 @@ class FederatedSpec:
         """
         world_size = positive("FederatedSpec.resolve", "world_size", world_size)
         problems: list[str] = []
-        sizes = _expanded(self.group_sizes, world_size, problems)
+        sizes = _expand_sizes(self.group_sizes, world_size, problems)
         problems += _shard_problems(self.shard_size, sizes)
         refuse("FederatedSpec", problems, group_sizes=self.group_sizes, shard_size=self.shard_size, world=world_size)
         return FederatedTopology(FederatedSpec(sizes, self.shard_size))
@@ -83,7 +83,7 @@ def _sizes(group_sizes: Any) -> tuple[int, ...] | int:
     )
 
 
-def _expanded(given: tuple[int, ...] | int, world_size: int, problems: list[str]) -> tuple[int, ...]:
+def _expand_sizes(given: tuple[int, ...] | int, world_size: int, problems: list[str]) -> tuple[int, ...]:
     """Return a checked size per group, or () where there is a problem."""
     if isinstance(given, int):
         if 1 <= given < world_size and world_size % given == 0:

@@ -118,7 +118,9 @@ class GroupSpec:
 
     def _staged(self) -> list[str]:
         """Return what is wrong with the role "stages": lists of another role that two of its ranks share."""
-        stages = {rank: number for name in self.roles.get("stages", ()) for number, rank in _numbered(self.axes[name])}
+        stages = {
+            rank: number for name in self.roles.get("stages", ()) for number, rank in _number_ranks(self.axes[name])
+        }
         return [
             STAGED.format(stage=self.roles["stages"][0], axis=axis, role=f"role {part!r}")
             for part in (*TOKEN_ROLES, *SUMMED_ROLES)
@@ -145,7 +147,7 @@ class GroupSpec:
         return f"GroupSpec({self.axes!r}{roles})"
 
 
-def _numbered(groups: RankGroups) -> Iterator[tuple[int, int]]:
+def _number_ranks(groups: RankGroups) -> Iterator[tuple[int, int]]:
     """Yield (number of its list, rank) of every rank."""
     return ((number, rank) for number, group in enumerate(groups) for rank in group)
 

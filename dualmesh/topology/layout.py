@@ -176,13 +176,13 @@ def spans(layouts: Iterable[Layout], part: Layout) -> bool:
     )
 
 
-def refactored(whole: Layout, sizes: Sequence[int]) -> list[Layout] | None:
+def refactor(whole: Layout, sizes: Sequence[int]) -> list[Layout] | None:
     """Factor a layout anew into axes of the given sizes, first = slowest. *Pure.*
 
     Returns one layout per size, or None when an axis would have to cut a digit at a place that is no divisor.
     The sizes must multiply to `whole.size`.
 
-    >>> refactored(Layout.of([Digit(4, 2)]), [2, 2])
+    >>> refactor(Layout.of([Digit(4, 2)]), [2, 2])
     [Layout(digits=(Digit(size=2, stride=4),)), Layout(digits=(Digit(size=2, stride=2),))]
     """
     remaining = list(whole.digits)

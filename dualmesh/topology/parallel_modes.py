@@ -79,9 +79,9 @@ def mode_groups(mode: ParallelMode, world_size: int, extent: int | Iterable[int]
     if mode in SIZE_NAMES:
         size = _dividing(mode, world_size, extent)
         if mode is ParallelMode.DATA_PARALLEL:
-            return _strided(world_size, world_size // size)
+            return _strided_groups(world_size, world_size // size)
         if mode is ParallelMode.INTER_NODE:
-            return _strided(world_size, size)
+            return _strided_groups(world_size, size)
         return RankGroups(range(first, first + size) for first in range(0, world_size, size))
     if mode is not ParallelMode.GLOBAL:
         return listed_group(f"ParallelMode.{mode.name}", world_size, extent)
@@ -90,7 +90,7 @@ def mode_groups(mode: ParallelMode, world_size: int, extent: int | Iterable[int]
     return RankGroups([range(world_size)])
 
 
-def _strided(world_size: int, stride: int) -> RankGroups:
+def _strided_groups(world_size: int, stride: int) -> RankGroups:
     return RankGroups(range(first, world_size, stride) for first in range(stride))
 
 

@@ -5,7 +5,7 @@ Axes of one's own need nothing from here: declare them with `TopologySpec`.
 
 from collections.abc import Sequence
 
-from dualmesh._support.checks import flag_of, items_of, refuse_unknown_keywords, words_of
+from dualmesh._support.checks import check_flag, check_items, check_strings, refuse_unknown_keywords
 from dualmesh.errors import counted
 from dualmesh.topology.resolve import refuse, whole
 from dualmesh.topology.spec import TopologySpec, View
@@ -90,7 +90,7 @@ def parallel_spec(
     extras = _extras(extra_parallel_names, extra_parallel_sizes, extra_parallel_outermost, ep_size, problems)
     refuse("parallel_spec", problems, **given)
     sizes = (pp_size, replicate, shard, ulysses_size, cp_size, tp_size)
-    over = COMBINED_AXES["dp_shard_sp"] if ep_over is None else words_of("parallel_spec", "ep_over", ep_over)
+    over = COMBINED_AXES["dp_shard_sp"] if ep_over is None else check_strings("parallel_spec", "ep_over", ep_over)
     views = {}
     combined: dict[str, tuple[str, ...]] = dict(COMBINED_AXES)
     for name, (size, outermost) in extras.items():
@@ -137,10 +137,10 @@ def _extras(
 ) -> dict[str, tuple[int, bool]]:
     """Return {name: (size, outermost)} of the extra parallels."""
     where = "parallel_spec"
-    names = words_of(where, "extra_parallel_names", names)
-    sizes = items_of(where, "extra_parallel_sizes", sizes)
-    given = (False,) * len(names) if outermost is None else items_of(where, "extra_parallel_outermost", outermost)
-    flags = tuple(flag_of(where, "extra_parallel_outermost", flag) for flag in given)
+    names = check_strings(where, "extra_parallel_names", names)
+    sizes = check_items(where, "extra_parallel_sizes", sizes)
+    given = (False,) * len(names) if outermost is None else check_items(where, "extra_parallel_outermost", outermost)
+    flags = tuple(check_flag(where, "extra_parallel_outermost", flag) for flag in given)
     if not len(names) == len(sizes) == len(flags):
         problems.append(
             f"{counted(len(names), 'extra parallel name')} {names!r}, {counted(len(sizes), 'size')} {sizes!r}, "

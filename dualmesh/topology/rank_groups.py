@@ -38,7 +38,7 @@ class RankGroups:
         offset = whole(rank_offset)
         problems = [] if offset is not None else [f"rank_offset is {rank_offset!r}. It must be an integer."]
         checked = tuple(
-            _checked(place, group, offset or 0, problems) for place, group in enumerate(_lists(groups, problems))
+            _check_group(place, group, offset or 0, problems) for place, group in enumerate(_lists(groups, problems))
         )
         problems += _repetitions(checked)
         refuse("RankGroups", problems, groups=groups)
@@ -176,7 +176,7 @@ def _lists(groups: Any, problems: list[str]) -> list[Any]:
     return []
 
 
-def _checked(place: int, group: Any, offset: int, problems: list[str]) -> tuple[int, ...]:
+def _check_group(place: int, group: Any, offset: int, problems: list[str]) -> tuple[int, ...]:
     given = items_in(group)
     if given is None:
         problems.append(f"group {place} is {group!r}. Give a list of ranks.")

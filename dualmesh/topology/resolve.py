@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualmesh.errors import ArgumentError, SpecError, counted, did_you_mean, listed
-from dualmesh.topology.layout import Layout, clash, cuts, divisors, overlap, refactored, row_major, spans
+from dualmesh.topology.layout import Layout, clash, cuts, divisors, overlap, refactor, row_major, spans
 
 if TYPE_CHECKING:
     from dualmesh.topology.spec import TopologySpec, View
@@ -271,7 +271,7 @@ class _Fitting:
         total = spanned.size if spanned else None
         found = f"view {name!r} is over {over}, which has {counted(total or 0, 'position')}"
         sizes = self._sizes(view.sizes, total, found, f"view {name!r}: ")
-        layouts = refactored(spanned, [size for _, size in sizes]) if spanned and sizes else None
+        layouts = refactor(spanned, [size for _, size in sizes]) if spanned and sizes else None
         if spanned and sizes and layouts is None:
             self.problems.append(_cut_problem(name, over, spanned, sizes))
         self.layouts.update({axis: None for axis, _ in view.sizes})

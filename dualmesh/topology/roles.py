@@ -10,13 +10,13 @@ from dualmesh.topology.resolve import TOKEN_ROLES
 from dualmesh.topology.topology import Topology
 
 
-def expanded(topology: Topology, names: Sequence[str]) -> tuple[str, ...]:
+def expand_axes(topology: Topology, names: Sequence[str]) -> tuple[str, ...]:
     """Return the axes with combined ones replaced by what they are made of, down to base and view axes. *Pure.*"""
     combined = topology.spec.combined
     found: list[str] = []
     for name in names:
         if name in combined:
-            found += expanded(topology, combined[name])
+            found += expand_axes(topology, combined[name])
         elif name == "world":
             found += topology.base_axes
         else:
@@ -35,7 +35,7 @@ def token_axes(topology: Topology) -> tuple[str, ...]:
     >>> token_axes(dm.parallel_spec(dp_shard_size=2, ulysses_size=2, tp_size=2).resolve(8))
     ('dp_shard', 'ulysses')
     """
-    named = {name for part in TOKEN_ROLES for name in expanded(topology, topology.spec.roles.get(part, ()))}
+    named = {name for part in TOKEN_ROLES for name in expand_axes(topology, topology.spec.roles.get(part, ()))}
     lists = tuple(name for name in topology.axis_names if name in named and topology.rank_groups(name) is not None)
     digits = [digit for name in named - set(lists) for digit in topology.layout(name).digits]
 
@@ -81,7 +81,7 @@ def stage_axes(topology: Topology) -> tuple[str, ...]:
     >>> stage_axes(dm.parallel_spec(pp_size=2, tp_size=2).resolve(4)), stage_axes(dm.TopologySpec({"pp": 2}).resolve(2))
     (('pp',), ())
     """
-    named = expanded(topology, topology.spec.roles.get("stages", ()))
+    named = expand_axes(topology, topology.spec.roles.get("stages", ()))
     return tuple(name for name in named if topology.rank_groups(name) is not None or topology.layout(name).size > 1)
 
 

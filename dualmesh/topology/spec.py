@@ -138,8 +138,8 @@ class TopologySpec:
     ) -> None:
         set_field = object.__setattr__
         set_field(self, "base", sizes_of("axes", axes))
-        set_field(self, "combinations", tuple((n, names_of(m)) for n, m in _declared("combined", combined)))
-        set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in _declared("views", views)))
+        set_field(self, "combinations", tuple((n, names_of(m)) for n, m in _read_pairs("combined", combined)))
+        set_field(self, "named_views", tuple((n, View.of(n, view)) for n, view in _read_pairs("views", views)))
         set_field(self, "parts", parts_of(roles))
         set_field(self, "rank_offset", plain(rank_offset))
 
@@ -201,7 +201,7 @@ class TopologySpec:
         >>> TopologySpec({"dp": -1, "tp": 2}, roles={"data": "dp"}).to_text()
         'dp* tp2 | @data = dp'
         """
-        return spec_string.written(self.to_dict())
+        return spec_string.write_spec(self.to_dict())
 
     @classmethod
     def from_text(cls, text: str) -> "TopologySpec":
@@ -213,7 +213,7 @@ class TopologySpec:
         >>> TopologySpec.from_text("pp2 dp4 tp2 | expert: ep_fsdp2 ep4").resolve(16).partition("ep").tolist()[0]
         [0, 1, 2, 3]
         """
-        return cls.from_dict(spec_string.read(text))
+        return cls.from_dict(spec_string.read_spec(text))
 
     def __repr__(self) -> str:
         parts = [repr(self.axes)]
@@ -253,7 +253,7 @@ def sizes_of(what: str, axes: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, plain(size)) for name, size in pairs_in("Topology", what, axes))
 
 
-def _declared(what: str, data: Any) -> list[tuple[str, Any]]:
+def _read_pairs(what: str, data: Any) -> list[tuple[str, Any]]:
     return [] if data is None else list(pairs_in("Topology", what, data))
 
 

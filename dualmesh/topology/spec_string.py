@@ -29,13 +29,13 @@ _VIEW_KEYS = ("over", "axes", "roles")
 _ORDERED = ("axes", "combined", "views")
 
 
-def written(data: Mapping[str, Any]) -> str:
+def write_spec(data: Mapping[str, Any]) -> str:
     """Write the compact text of a spec's plain data. *Pure.*
 
     Raises:
         SpecError: A size is neither positive nor -1, or a name is no text.
 
-    >>> written({"axes": [["dp", -1], ["stage1", 2]], "combined": [["all", ["dp", "stage1"]]]})
+    >>> write_spec({"axes": [["dp", -1], ["stage1", 2]], "combined": [["all", ["dp", "stage1"]]]})
     'dp* stage1*2 | all = dp stage1'
     """
     _refuse_others("a spec", data, _KEYS)
@@ -44,7 +44,7 @@ def written(data: Mapping[str, Any]) -> str:
     for name, view in data.get("views", []):
         _refuse_others(f"view {name!r}", view, _VIEW_KEYS)
         over, sizes = list(view["over"]), dict(view["axes"])
-        implied = over == _implied(axes, sizes)
+        implied = over == _find_implied(axes, sizes)
         roles = "".join(f" {_role(part, members)}" for part, members in view.get("roles", {}).items())
         sections.append(f"{_name(name)}{'' if implied else f'({_names(over)})'}: {_sizes_text(sizes)}{roles}")
     sections += [f"{_name(name)} = {_names(members)}" for name, members in data.get("combined", [])]
@@ -56,13 +56,13 @@ def written(data: Mapping[str, Any]) -> str:
     return " | ".join(section.rstrip() for section in sections)
 
 
-def read(text: str) -> dict[str, Any]:
+def read_spec(text: str) -> dict[str, Any]:
     """Read the compact text of a spec; return its plain data. *Pure.*
 
     Raises:
         SpecError: The text does not follow the notation; the message shows where.
 
-    >>> read("dp4 tp2 | expert: ep_fsdp2 ep4")["views"]
+    >>> read_spec("dp4 tp2 | expert: ep_fsdp2 ep4")["views"]
     [['expert', {'over': ['dp', 'tp'], 'axes': [['ep_fsdp', 2], ['ep', 4]]}]]
     """
     if not isinstance(text, str):
@@ -105,10 +105,10 @@ def _role(name: str, members: Iterable[str]) -> str:
 
 
 def _sizes_text(axes: Mapping[str, Any]) -> str:
-    return " ".join(_sized(name, size) for name, size in axes.items())
+    return " ".join(_write_size(name, size) for name, size in axes.items())
 
 
-def _sized(name: str, size: Any) -> str:
+def _write_size(name: str, size: Any) -> str:
     text = _name(name)
     if size == _INFER:
         return f"{text}*"
@@ -119,7 +119,7 @@ def _sized(name: str, size: Any) -> str:
     return glued if match and match["name"] == text and not text.endswith('"') else f"{text}*{size}"
 
 
-def _implied(axes: Mapping[str, int], view: Mapping[str, int]) -> list[str] | None:
+def _find_implied(axes: Mapping[str, int], view: Mapping[str, int]) -> list[str] | None:
     """Return the fewest innermost base axes whose sizes multiply to the view's, or None."""
     sizes = [*axes.values(), *view.values()]
     if not all(type(size) is int and size >= 1 for size in sizes):
@@ -154,7 +154,7 @@ def _sections(text: str) -> list[list[_Token]]:
         if match is None:
             raise _fault(text, place, "a quote is not closed")
         kind = match.lastgroup or ""
-        token = _Token(kind, _unquoted(match[kind]) if kind == "quoted" else match[kind], match.start(kind))
+        token = _Token(kind, _unquote(match[kind]) if kind == "quoted" else match[kind], match.start(kind))
         place = match.end()
         if token.kind == "mark" and token.text == "|":
             sections.append([])
@@ -163,7 +163,7 @@ def _sections(text: str) -> list[list[_Token]]:
     return sections
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text[1:-1], flags=re.DOTALL)
 
 
@@ -246,7 +246,7 @@ class _Reader:
         self._expect(":")
         sizes = self.sizes()
         if over is None:
-            over = _implied(axes, sizes)
+            over = _find_implied(axes, sizes)
         if over is None:
             raise _fault(
                 self._text, place, "no innermost base axes multiply to this view's sizes: name what it is over, (AXES)"

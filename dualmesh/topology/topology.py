@@ -84,7 +84,7 @@ class Topology:
         return f"Topology({', '.join(parts)})"
 
     def __str__(self) -> str:
-        text: str = provided("pictures").drawn(self)
+        text: str = provided("pictures").draw_text(self)
         return text
 
     @cached_property

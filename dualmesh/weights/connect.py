@@ -9,7 +9,7 @@ from typing import Any
 from dualmesh._support import waits
 from dualmesh._support.channel import route_to
 from dualmesh._support.checks import is_one_of
-from dualmesh._support.waits import checked_timeout
+from dualmesh._support.waits import check_timeout
 from dualmesh.backend.carrier import NoCarrier
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import AgreementError, ArgumentError, did_you_mean, listed
@@ -17,7 +17,7 @@ from dualmesh.runtime.registry import registry
 from dualmesh.topology.resolve import positive
 from dualmesh.weights.endpoints import end_of, renames_of
 from dualmesh.weights.executor import BUFFER_BYTES
-from dualmesh.weights.group import Seat, TransferGroup, check_name, joined
+from dualmesh.weights.group import MemberPlace, TransferGroup, check_name, join_group
 from dualmesh.weights.key import find_key
 from dualmesh.weights.link import SIDES, LinkSettings, TransferLink
 from dualmesh.weights.store import address_of
@@ -83,11 +83,11 @@ def transfer_link(
             f"{{path there: path in the source}}.",
             renames=renames,
         )
-    limit = waits.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
+    limit = waits.timeout_s() if timeout_s is None else check_timeout(where, timeout_s)
     address, bound = address_of(where, store), positive(where, "buffer_bytes", buffer_bytes)
     own = found.host.all_gather(found.local_ranks[0], "world")
     speakers = sorted(set(own))
-    seat = Seat(role, speakers.index(found.local_ranks[0]), len(speakers), SIDES)
+    seat = MemberPlace(role, speakers.index(found.local_ranks[0]), len(speakers), SIDES)
     members = list(found.members)
     said: dict[str, Any] = {
         "side": role,
@@ -97,7 +97,7 @@ def transfer_link(
     }
     with Visits(route_to(*address), find_key(where, key)) as visits:
         said["port"] = visits.port
-        group = joined(LinkGroup(name, seat, address, NoCarrier(found.backend), key), said, limit)
+        group = join_group(LinkGroup(name, seat, address, NoCarrier(found.backend), key), said, limit)
         try:
             settings = LinkSettings(limit, names, *_same_settings(name, group.told))
             link = TransferLink(group, role, found, specs, settings)

@@ -212,7 +212,7 @@ def pairs_of(arrays: Mapping[str, Array], source: End, target: End) -> Iterator[
         ShardingError: An array that would be lost, a path without a spec or without an array, two arrays of one name.
     """
     here: dict[str, tuple[Array, Held]] = {}
-    for name, array, held in _held(source, arrays):
+    for name, array, held in _held_arrays(source, arrays):
         if name in here:
             raise ShardingError(f"plan_transfer: {source.what} holds {name!r} twice: as a path, and fused.", path=name)
         here[name] = array, held
@@ -281,7 +281,7 @@ def check_names(where: str, known: Iterable[str], target: End, cure: str = "") -
         )
 
 
-def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:
+def _held_arrays(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, Held]]:
     """Yield name, array and place of all that the source holds, fused ones taken apart."""
     for path, array in arrays.items():
         spec = end.spec_of(path, array.shape)
@@ -295,7 +295,7 @@ def _held(end: End, arrays: Mapping[str, Array]) -> Iterator[tuple[str, Array, H
                 path=path,
                 shape=array.shape,
             )
-        every = [_sized(array, spec.dim, size) for _, size in spec.parts]
+        every = [_with_size(array, spec.dim, size) for _, size in spec.parts]
         for (name, held), part in zip(_parts(end, path, spec, every), every, strict=True):
             yield name, part, held
 
@@ -333,7 +333,7 @@ def _plain(end: End, path: str, spec: Any) -> P:
     return P.of(spec)
 
 
-def _sized(array: Array, dim: int, size: int) -> Array:
+def _with_size(array: Array, dim: int, size: int) -> Array:
     return array._replace(shape=(*array.shape[:dim], size, *array.shape[dim + 1 :]))
 
 

@@ -108,7 +108,7 @@ def carry(
     for _, arrives, message in sorted(work, key=lambda each: each[:2]):
         size = message.nbytes + extra
         while under_way and held + size > buffer_bytes // 2:
-            held -= _finished(under_way)
+            held -= _finish(under_way)
         held += size
         traffic.peak = max(traffic.peak, held + max(piece.nbytes for piece in message.pieces))
         if arrives:
@@ -118,13 +118,13 @@ def carry(
             under_way.append((size, _sending(message, wire, blocks, extra)))
             traffic.sent += message.nbytes
     while under_way:
-        _finished(under_way)
+        _finish(under_way)
     if wrong:
         raise _spoilt(wrong)
     return traffic
 
 
-def _finished(under_way: deque[tuple[int, Callable[[], None]]]) -> int:
+def _finish(under_way: deque[tuple[int, Callable[[], None]]]) -> int:
     size, wait = under_way.popleft()
     wait()
     return size

@@ -8,7 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from dualmesh._support import waits
-from dualmesh._support.waits import checked_timeout
+from dualmesh._support.waits import check_timeout
 from dualmesh.backend.carrier import Carrier
 from dualmesh.errors import (
     AgreementError,
@@ -23,7 +23,7 @@ from dualmesh.errors import (
 from dualmesh.runtime.session import driver_for
 from dualmesh.topology.resolve import positive, whole
 from dualmesh.weights.key import find_key
-from dualmesh.weights.store import MOST_PLACES, Door, address_of, door_to, hold, let_go, reachable
+from dualmesh.weights.store import MOST_PLACES, StoreClient, address_of, connect_to_store, hold, let_go, reachable
 
 NO_NATIVE = (
     "TransferGroup {name!r}: no process group joins its ranks, of the backends {backends}. torch makes one where all "
@@ -33,7 +33,7 @@ _PAUSE_S = 0.1
 _LONGEST_NAME = 256
 
 
-class Seat(NamedTuple):
+class MemberPlace(NamedTuple):
     """What a process asks for: a place among the processes of its side."""
 
     side: str
@@ -66,7 +66,7 @@ class TransferGroup:
     """What messages tell to call again."""
 
     def __init__(
-        self, name: str, seat: Seat, address: tuple[str, int], carrier: Carrier, key: str | bytes | None
+        self, name: str, seat: MemberPlace, address: tuple[str, int], carrier: Carrier, key: str | bytes | None
     ) -> None:
         self.name, self.rank, self.size = name, seat.place, seat.total
         self.seat = seat
@@ -74,7 +74,7 @@ class TransferGroup:
         self.hosts: list[str] = []
         self.told: list[Any] = []
         self._address, self._carrier = address, carrier
-        self._door: Door | None = None
+        self._door: StoreClient | None = None
         self.life = ""
         self._native: Any = None
         self._ended = ""
@@ -130,7 +130,7 @@ class TransferGroup:
         where, deadline = f"transfer_group {self.name!r}", time.monotonic() + timeout_s
         offer = {"backend": self._carrier.backend, **self._carrier.offer(self.rank)}
         while True:
-            self._door = door_to(where, self._address, self.secret, deadline)
+            self._door = connect_to_store(where, self._address, self.secret, deadline)
             if self._ended:  # another thread of this process asked for the next generation
                 self._door.close()
                 raise self._stale(where, self._ended)
@@ -279,9 +279,9 @@ def transfer_group(
     if number is None or not 0 <= number < count:
         raise RankError(f"{where} {name!r}: rank {rank!r} is none of its ranks. Ranks: 0..{count - 1}.", rank=rank)
     address = address_of(where, store)
-    limit = waits.timeout_s() if timeout_s is None else checked_timeout(where, timeout_s)
-    seat = Seat("", number, count, ("",))
-    return joined(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier(), key), said, limit)
+    limit = waits.timeout_s() if timeout_s is None else check_timeout(where, timeout_s)
+    seat = MemberPlace("", number, count, ("",))
+    return join_group(TransferGroup(name, seat, address, driver_for(backend).transfer_carrier(), key), said, limit)
 
 
 def check_name(where: str, name: Any) -> None:
@@ -292,7 +292,7 @@ def check_name(where: str, name: Any) -> None:
         )
 
 
-def joined(group: TransferGroup, said: Any, timeout_s: float) -> TransferGroup:
+def join_group(group: TransferGroup, said: Any, timeout_s: float) -> TransferGroup:
     """Return a group once all have come; what this process had in its place ends. *Collective*, with a timeout."""
     old = _current.get(group.key)
     if old is not None:  # the new one holds the store by now, so that it goes on

@@ -1,4 +1,4 @@
-"""`Passage`: a send or a receive that other work overlaps with.
+"""`TransferHandle`: a send or a receive that other work overlaps with.
 
 What is sent and received is in `link`.
 """
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Passage:
+class TransferHandle:
     """One send or receive, to be started and waited for; other work may run in between."""
 
     def __init__(self, begin: Callable[[], Callable[[], Any]], end: Callable[[Any], Any]) -> None:
@@ -17,7 +17,7 @@ class Passage:
         self._found: Any = None
         self._error: BaseException | None = None
 
-    def start(self) -> "Passage":
+    def start(self) -> "TransferHandle":
         """Copy what is to be sent, and begin. *Local.*"""
         work = self._begin()
 

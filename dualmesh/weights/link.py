@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from dualmesh._support.waits import checked_timeout
+from dualmesh._support.waits import check_timeout
 from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import (
@@ -27,7 +27,7 @@ from dualmesh.topology.spec import TopologySpec
 from dualmesh.weights.endpoints import End, Fused, check_names, end_of, from_data, to_data
 from dualmesh.weights.executor import HostBlocks, carry, message_bytes
 from dualmesh.weights.group import TransferGroup
-from dualmesh.weights.handle import Passage
+from dualmesh.weights.handle import TransferHandle
 from dualmesh.weights.plan import TransferPlan, plan_transfer
 from dualmesh.weights.wire import Peer, PeerWire, Visits, connect_to
 from dualmesh.weights.write_back import put_all
@@ -93,7 +93,7 @@ class TransferLink:
         found: int = self.receiving(into=into, timeout_s=timeout_s).start().wait()
         return found
 
-    def sending(self, tree: Any, *, version: int) -> Passage:
+    def sending(self, tree: Any, *, version: int) -> TransferHandle:
         """Return `send` to be started and waited for: `start` copies this process' blocks to the host. *Local.*"""
         self._check("send", "source")
         number = positive("TransferLink.send", "version", version, least=0)
@@ -104,12 +104,12 @@ class TransferLink:
                 raise ArgumentError("TransferLink.send: the tree has no arrays. Give at least one.", tree=tree)
             return lambda: self._send(leaves, number)
 
-        return Passage(begin, lambda found: found)
+        return TransferHandle(begin, lambda found: found)
 
-    def receiving(self, *, into: Any, timeout_s: float | None = None) -> Passage:
+    def receiving(self, *, into: Any, timeout_s: float | None = None) -> TransferHandle:
         """Return `receive` as something to start and to wait for: `wait` writes what came. *Local.*"""
         self._check("receive", "target")
-        limit = self._settings.timeout_s if timeout_s is None else checked_timeout("TransferLink.receive", timeout_s)
+        limit = self._settings.timeout_s if timeout_s is None else check_timeout("TransferLink.receive", timeout_s)
         wanted = leaves_by_path("TransferLink.receive", into)
 
         def finish(found: tuple[int, dict[str, HostLeaf]]) -> int:
@@ -124,7 +124,7 @@ class TransferLink:
             )
             return version
 
-        return Passage(lambda: lambda: self._receive(wanted, limit), finish)
+        return TransferHandle(lambda: lambda: self._receive(wanted, limit), finish)
 
     def close(self) -> None:
         """Leave. *Local*; idempotent."""
@@ -240,7 +240,7 @@ class TransferLink:
         for name in names[1:]:
             if (said[name]["digest"], said[name]["version"]) != (first["digest"], first["version"]):
                 raise AgreementError(
-                    f"TransferLink: {names[0]} announced {_announced(first)}, {name} {_announced(said[name])}, which "
+                    f"TransferLink: {names[0]} announced {_version_of(first)}, {name} {_version_of(said[name])}, which "
                     f"differ. Send the same version of the same tree in all processes of the source.",
                 )
         header = first["header"]
@@ -349,7 +349,7 @@ def _sent_names(header: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...
             yield name, tuple(shape)
 
 
-def _announced(said: Mapping[str, Any]) -> str:
+def _version_of(said: Mapping[str, Any]) -> str:
     return f"version {said['version']} of {listed(said['header']['arrays'])}"
 
 

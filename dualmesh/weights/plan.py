@@ -130,7 +130,7 @@ class TransferPlan:
                 if id(units) not in planned:
                     planned[id(units)] = list(parts_of(units))
                 scaled[key] = [
-                    (peer, given.moved(_scaled(one, scale)), taken.moved(_scaled(other, scale)), _count(one, scale))
+                    (peer, given.moved(_scale(one, scale)), taken.moved(_scale(other, scale)), _count(one, scale))
                     for peer, one, other in planned[id(units)]
                 ]
             for peer, one, other, count in scaled[key]:
@@ -147,7 +147,7 @@ class TransferPlan:
         for peer, every in by_pair.items():
             sender, receiver = ends[peer]
             shift = (receiver - sender) % self.span
-            for number, packed in enumerate(_packed(every, self.message_bytes)):
+            for number, packed in enumerate(_pack(every, self.message_bytes)):
                 size = sum(piece.nbytes for piece in packed)
                 found.append(Message((number, shift, sender), sender, receiver, tuple(packed), size))
         return tuple(sorted(found))
@@ -223,7 +223,7 @@ def _unit(size: int, counts: tuple[int, int]) -> int:
     return max(size // lcm(*counts), 1)
 
 
-def _scaled(slices: Slices, scale: tuple[int, ...]) -> Slices:
+def _scale(slices: Slices, scale: tuple[int, ...]) -> Slices:
     return tuple(slice(cut.start * unit, cut.stop * unit) for cut, unit in zip(slices, scale, strict=True))
 
 
@@ -231,7 +231,7 @@ def _count(slices: Slices, scale: tuple[int, ...]) -> int:
     return prod((cut.stop - cut.start) * unit for cut, unit in zip(slices, scale, strict=True))
 
 
-def _packed(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
+def _pack(pieces: Sequence[Piece], message_bytes: int) -> Iterator[list[Piece]]:
     """Yield the pieces in order, as many in a row as one message carries; larger ones cut."""
     packed: list[Piece] = []
     size = 0

@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass
-class Room:
+class Rendezvous:
     """Who waits for the next generation of a group, and who makes up the current one."""
 
     generation: int = 0
@@ -58,13 +58,13 @@ class Room:
         """Take a place, and begin the next generation where it was the last one free."""
         if entry.key in self.waiting:
             if not self.waiting[entry.key].channel.has_left:
-                entry.tell(problem=f"{named(entry.key)} is taken by another process, which waits now.")
+                entry.tell(problem=f"{name_place(entry.key)} is taken by another process, which waits now.")
                 return
             self.leave(self.waiting[entry.key])
         peers = [one for one in self.waiting.values() if one.side == entry.side or one.sides != entry.sides]
         counts = {one.count for one in peers} - {entry.count}
         if counts or any(one.sides != entry.sides for one in peers):
-            found = f"{named(entry.key)} said {entry.count} ranks, those that wait ({all_named(self.waiting)})"
+            found = f"{name_place(entry.key)} said {entry.count} ranks, those that wait ({name_places(self.waiting)})"
             found += f" said {listed(sorted(counts))}." if counts else " are of a group of another kind."
             for one in (entry, *self.waiting.values()):
                 one.tell(problem=found)
@@ -80,7 +80,7 @@ class Room:
         counts = self._counts()
         places = ((side, place) for side in entry.sides for place in range(counts.get(side, 1)))
         missing = itertools.islice((place for place in places if place not in self.waiting), _MOST_NAMED)
-        return [named(place) if place[0] in counts else f"all of the {place[0]}" for place in missing]
+        return [name_place(place) if place[0] in counts else f"all of the {place[0]}" for place in missing]
 
     def _counts(self) -> dict[str, int]:
         return {one.side: one.count for one in self.waiting.values()}
@@ -111,11 +111,11 @@ class Room:
             self.members[key].tell(generation=self.generation, told=told, rank=rank)
 
 
-def named(place: Place) -> str:
+def name_place(place: Place) -> str:
     """Return how messages call a place. *Pure.*"""
     return f"{place[0] or 'rank'} {place[1]}"
 
 
-def all_named(places: Iterable[Place]) -> str:
+def name_places(places: Iterable[Place]) -> str:
     """Return the names of places, or nothing where there are none. *Pure.*"""
-    return ", ".join(named(place) for place in sorted(places))
+    return ", ".join(name_place(place) for place in sorted(places))

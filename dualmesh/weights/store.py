@@ -13,7 +13,7 @@ from dualmesh._support.channel import Channel, ForeignError, Listener, visit
 from dualmesh.errors import ArgumentError, SessionError
 from dualmesh.topology.resolve import whole
 from dualmesh.weights.key import VARIABLE, find_key
-from dualmesh.weights.rendezvous import Entry, Room, all_named, named
+from dualmesh.weights.rendezvous import Entry, Rendezvous, name_place, name_places
 
 MOST_PLACES = 1 << 20
 """The largest group."""
@@ -48,7 +48,7 @@ class TransferStore:
         if not isinstance(host, str) or not host:
             raise ArgumentError(f"TransferStore: host={host!r}. Give a name or number of this machine.", host=host)
         self.life = os.urandom(4).hex()
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, Rendezvous] = {}
         self._lock = threading.Lock()
         self._listener = Listener(host, number, find_key("TransferStore", key), self._attend)
         self.port: int = self._listener.port
@@ -65,7 +65,7 @@ class TransferStore:
 
     def _attend(self, channel: Channel, host: str) -> bool:
         """Answer one process until it leaves."""
-        kept: list[tuple[Room, Entry]] = []
+        kept: list[tuple[Rendezvous, Entry]] = []
         try:
             while True:
                 answer = self._answer(channel.hear(None), channel, host, kept)
@@ -75,19 +75,19 @@ class TransferStore:
                 for room, entry in kept:
                     room.leave(entry)
 
-    def _answer(self, asked: Any, channel: Channel, host: str, kept: list[tuple[Room, Entry]]) -> dict[str, Any]:
+    def _answer(self, asked: Any, channel: Channel, host: str, kept: list[tuple[Rendezvous, Entry]]) -> dict[str, Any]:
         problem = _problem_of(asked)
         if problem:
             return {"problem": f"The store refused it: {problem}"}
         if asked["what"] == "look":
             with self._lock:
-                room = self._rooms.get(asked["name"], Room())
-                lost, waiting = all_named(room.lost), all_named(room.waiting)
+                room = self._rooms.get(asked["name"], Rendezvous())
+                lost, waiting = name_places(room.lost), name_places(room.waiting)
                 return {"generation": room.generation, "lost": lost, "waiting": waiting}
         place = asked["side"], asked["place"], asked["total"], tuple(asked["sides"])
         entry = Entry(*place, asked["said"], host, channel)
         with self._lock:
-            room = self._rooms.setdefault(asked["name"], Room())
+            room = self._rooms.setdefault(asked["name"], Rendezvous())
             room.enter(entry)
             kept.append((room, entry))
         deadline = time.monotonic() + asked["timeout_s"]
@@ -97,8 +97,8 @@ class TransferStore:
         with self._lock:
             if entry.answer is not None:
                 return entry.answer
-            came, gone = all_named(room.waiting), all_named(room.gone)
-            missing = [one for one in room.missing(entry) if one not in {named(place) for place in room.gone}]
+            came, gone = name_places(room.waiting), name_places(room.gone)
+            missing = [one for one in room.missing(entry) if one not in {name_place(place) for place in room.gone}]
             room.leave(entry)
             return {"missing": missing, "came": came, "gone": gone}
 
@@ -122,7 +122,7 @@ def _problem_of(asked: Any) -> str:
     return "" if "said" in asked else "it says nothing to the others."
 
 
-class Door:
+class StoreClient:
     """A process' connection to a store; while it is open the process counts as alive.
 
     Args:
@@ -210,7 +210,7 @@ def reachable(host: str, store_host: str) -> str:
     return store_host if host in _LOOPBACK else host
 
 
-def door_to(where: str, address: tuple[str, int], key: bytes, deadline: float) -> Door:
+def connect_to_store(where: str, address: tuple[str, int], key: bytes, deadline: float) -> StoreClient:
     """Return a connection to a store, which may come later than this process. *Local*, with a timeout.
 
     Raises:
@@ -219,7 +219,7 @@ def door_to(where: str, address: tuple[str, int], key: bytes, deadline: float) -
     host, port = address
     while True:
         try:
-            return Door(host, port, key, deadline - time.monotonic())
+            return StoreClient(host, port, key, deadline - time.monotonic())
         except ForeignError as error:
             raise SessionError(
                 f"{where}: what listens at {host}:{port} is not this group's store: {error}. Give all processes the "

@@ -42,10 +42,10 @@ class TransferJob:
         known = {path: Array(tuple(x.shape), 1) for path, x in arrays.items()}
         parts: dict[str, list[tuple[Held, Any]]] = {}
         for array, given, taken in pairs_of(known, self.given, self.taken):
-            part = _taken_out(arrays[given.path], given, array.shape, self.source)
+            part = _take_out(arrays[given.path], given, array.shape, self.source)
             moved = reshard(part, taken.spec, self.source, given.spec)
             parts.setdefault(taken.path, []).append((taken, moved))
-        return self.formed({path: _joined(some, self.target) for path, some in parts.items()}, path_tree(tree))
+        return self.formed({path: _join(some, self.target) for path, some in parts.items()}, path_tree(tree))
 
     def formed(self, found: dict[str, Any], paths: Any) -> Any:
         """Return arrays by path in the containers they came in; by path where names differ. *Pure.*
@@ -59,7 +59,7 @@ class TransferJob:
         return mapped(found.__getitem__, paths)
 
 
-def _taken_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState) -> Any:
+def _take_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState) -> Any:
     """Return a part of a fused array: of each rank's block, the part's block. *Collective over the state.*"""
     if held.dim < 0:
         return x
@@ -68,7 +68,7 @@ def _taken_out(x: Any, held: Held, shape: tuple[int, ...], state: ParallelState)
     return shard_map(lambda block: block[cut], (held.spec,), held.spec, state)(x)
 
 
-def _joined(parts: list[tuple[Held, Any]], state: ParallelState) -> Any:
+def _join(parts: list[tuple[Held, Any]], state: ParallelState) -> Any:
     """Return a fused array of its parts: each rank's blocks one after another. *Collective over the state.*"""
     (first, x), *rest = sorted(parts, key=lambda part: part[0].start)
     if first.dim < 0 or not rest:

@@ -16,10 +16,10 @@ COUNTS = {"16 B": 4, "64 KiB": 16_384}
 
 
 def without(collectives: Any) -> Any:
-    """Return what `_moved` would be without debug mode and the watchdog."""
+    """Return what `_move` would be without debug mode and the watchdog."""
 
-    def moved(verb: str, x: Any, party: Any, settings: dict[str, Any]) -> Any:
-        return collectives.eager.VERBS[verb](collectives.resolved(x), party, **settings)
+    def moved(verb: str, x: Any, member: Any, settings: dict[str, Any]) -> Any:
+        return collectives.eager.VERBS[verb](collectives.resolved(x), member, **settings)
 
     return moved
 
@@ -32,7 +32,7 @@ def measured() -> dict[tuple[str, str], tuple[float, float]]:
     from dualmesh_torch.collectives import collectives
 
     dm.init_parallel_state(spec=dm.TopologySpec({"a": 2}, roles={"sequence": ("a",)}))
-    ways = {"with": collectives._moved, "without": without(collectives)}
+    ways = {"with": collectives._move, "without": without(collectives)}
     found = {}
     for verb in ("all_reduce", "all_gather"):
         for size, count in COUNTS.items():
@@ -40,7 +40,7 @@ def measured() -> dict[tuple[str, str], tuple[float, float]]:
             times: dict[str, list[float]] = {way: [] for way in ways}
             for repeat in range(REPEATS + 2):
                 for way in list(ways)[:: 1 if repeat % 2 else -1]:
-                    collectives._moved = ways[way]
+                    collectives._move = ways[way]
                     dist.barrier()
                     start = time.perf_counter()
                     for _ in range(PASSES):
@@ -48,18 +48,18 @@ def measured() -> dict[tuple[str, str], tuple[float, float]]:
                     if repeat > 1:
                         times[way].append((time.perf_counter() - start) / PASSES)
             found[verb, size] = (statistics.median(times["with"]), statistics.median(times["without"]))
-    collectives._moved = ways["with"]
+    collectives._move = ways["with"]
     return found
 
 
 def alone() -> tuple[float, float]:
-    """Return the seconds of one call of `_moved` with and without, over an exchange that does nothing."""
+    """Return the seconds of one call of `_move` with and without, over an exchange that does nothing."""
     import torch
 
     from dualmesh_torch.collectives import collectives
 
-    ways = {"with": collectives._moved, "without": without(collectives)}
-    nothing = {"nothing": lambda x, party: x}
+    ways = {"with": collectives._move, "without": without(collectives)}
+    nothing = {"nothing": lambda x, member: x}
     x, kept, times = torch.ones(4), collectives.eager.VERBS, {way: [] for way in ways}
     collectives.eager.VERBS = nothing
     try:

@@ -16,7 +16,7 @@ from dualmesh.topology.layout import (
     divisors,
     on_grid,
     overlap,
-    refactored,
+    refactor,
     refinement,
     row_major,
 )
@@ -121,7 +121,7 @@ def test_digits_that_interleave_at_no_divisor_share_ranks():
 def test_a_layout_is_factored_exactly_where_it_can_be_cut(grid, data):
     sizes, _, whole = grid
     parts = data.draw(st.sampled_from([[a, whole.size // a] for a in divisors(whole.size)]))
-    found = refactored(whole, parts)
+    found = refactor(whole, parts)
     if parts[1] not in cuts(whole):
         assert found is None
         return
@@ -132,10 +132,10 @@ def test_a_layout_is_factored_exactly_where_it_can_be_cut(grid, data):
 
 def test_splits_may_cut_through_an_axis_or_straddle_two():
     whole = Layout.joined(row_major([4, 3, 2])[0:1] + row_major([4, 3, 2])[2:])  # sizes 4 and 2, a 3 between them
-    outer, inner = refactored(whole, [2, 4])
+    outer, inner = refactor(whole, [2, 4])
     assert inner == Layout((Digit(2, 6), Digit(2, 1)))
     assert outer == Layout((Digit(2, 12),))
-    assert refactored(Layout((Digit(3, 8), Digit(4, 1))), [2, 6]) is None
+    assert refactor(Layout((Digit(3, 8), Digit(4, 1))), [2, 6]) is None
 
 
 @given(st.lists(GRIDS_OF_24, min_size=1, max_size=3))

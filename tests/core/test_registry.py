@@ -12,7 +12,7 @@ from dualmesh.errors import (
     UnknownStateError,
 )
 from dualmesh.runtime.registry import Registry
-from dualmesh.runtime.single_process import solo_state
+from dualmesh.runtime.single_process import single_process_state
 
 
 def test_first_state_is_the_default_and_later_ones_leave_it(world):
@@ -132,7 +132,7 @@ def test_refused_init_registers_nothing(world):
         dm.init_parallel_state(dp_size=3, tp_size=2)
     with pytest.raises(UnknownStateError, match="Registered names: none"):
         dm.get_parallel_state_by_name("base")
-    solo_state.cache_clear()
+    single_process_state.cache_clear()
     with pytest.warns(StateWarning, match="before any init"):
         state = dm.get_parallel_state()
     assert state.world_size == 1
@@ -140,7 +140,7 @@ def test_refused_init_registers_nothing(world):
 
 def test_arrays_are_copies_before_any_init_too():
     """As with a state: the caller may fill its buffer anew at once."""
-    solo_state.cache_clear()
+    single_process_state.cache_clear()
     with pytest.warns(StateWarning, match="before any init"):
         dm.get_parallel_state()
     for call in (lambda x: dm.distribute(x, dm.P()), lambda x: dm.shard_local(x, dm.P()), dm.to_numpy):
@@ -153,7 +153,7 @@ def test_arrays_are_copies_before_any_init_too():
 
 def test_the_warning_before_any_init_points_at_the_line_of_the_user():
     for ask in (dm.get_parallel_state, lambda: dm.ops.axis_size("tp")):
-        solo_state.cache_clear()
+        single_process_state.cache_clear()
         with pytest.warns(StateWarning, match="before any init") as caught:
             ask()
         assert [warning.filename for warning in caught] == [__file__]

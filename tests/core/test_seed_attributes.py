@@ -3,9 +3,9 @@
 import pytest
 
 import dualmesh as dm
-from dualmesh.backend.veomni_attributes import Attribute, SeedAttributes
+from dualmesh.backend.veomni_attributes import Attribute, VeOmniAttributes
 from dualmesh.errors import NoStateError, UnknownAxisError
-from dualmesh.runtime.single_process import SoloState
+from dualmesh.runtime.single_process import SingleProcessState
 from tests.worlds import torch_world
 
 NAMES = """
@@ -26,19 +26,19 @@ METHODS = ["mesh", "fsdp_mesh", "group", "enabled", "rank", "fsdp_size", "gradie
 
 
 def test_the_table_has_every_attribute_of_the_seed_and_no_other():
-    table = {name for name, value in vars(SeedAttributes).items() if isinstance(value, Attribute)}
+    table = {name for name, value in vars(VeOmniAttributes).items() if isinstance(value, Attribute)}
     assert table == set(NAMES)
-    assert all(callable(getattr(SeedAttributes, f"extra_parallel_{name}")) for name in METHODS)
-    assert all(getattr(SeedAttributes, name).__doc__ for name in NAMES)
+    assert all(callable(getattr(VeOmniAttributes, f"extra_parallel_{name}")) for name in METHODS)
+    assert all(getattr(VeOmniAttributes, name).__doc__ for name in NAMES)
 
 
 def test_a_state_cannot_be_written():
     with pytest.raises(AttributeError, match="read-only"):
-        SoloState().dp_size = 4
+        SingleProcessState().dp_size = 4
 
 
 def test_a_single_process_answers():
-    state = SoloState()
+    state = SingleProcessState()
     sizes = {name: getattr(state, name) for name in NAMES if name.endswith("_size")}
     assert set(sizes.values()) == {1}
     assert {name for name in NAMES if name.endswith("_group") and getattr(state, name) is not None} == set()
@@ -54,14 +54,14 @@ def test_a_single_process_state_has_no_group_in_a_world_of_several(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     for name in ("dp_group", "sp_group", "tp_group", "ep_group"):
         with pytest.raises(NoStateError, match="no parallel state is registered"):
-            getattr(SoloState(), name)
+            getattr(SingleProcessState(), name)
 
 
 def test_the_launcher_says_the_local_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert SoloState().local_rank == 3
+    assert SingleProcessState().local_rank == 3
     monkeypatch.delenv("LOCAL_RANK")
-    assert SoloState().local_rank == -1
+    assert SingleProcessState().local_rank == -1
 
 
 def test_what_the_seed_refuses_works(world):

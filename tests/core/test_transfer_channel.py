@@ -13,9 +13,9 @@ import pytest
 import dualmesh as dm
 from dualmesh._support.channel import HELLO, Channel, ForeignError, Listener, route_to, visit
 from dualmesh.errors import ArgumentError, SessionError
-from dualmesh.weights.group import Seat
+from dualmesh.weights.group import MemberPlace
 from dualmesh.weights.key import VARIABLE, find_key
-from dualmesh.weights.store import Door
+from dualmesh.weights.store import StoreClient
 
 KEY = find_key("test", "of the test")
 
@@ -115,8 +115,8 @@ def test_a_recorded_greeting_is_worth_nothing(store):
 
     relaying = threading.Thread(target=serve)
     relaying.start()
-    door = Door(*relay.getsockname()[:2], KEY, 10.0)
-    place = Seat("", 0, 1, ("",))._asdict()
+    door = StoreClient(*relay.getsockname()[:2], KEY, 10.0)
+    place = MemberPlace("", 0, 1, ("",))._asdict()
     assert door.ask("join", "weights", 5.0, said=None, **place)["generation"] == 1
     door.close()
     relaying.join()
@@ -128,7 +128,7 @@ def test_a_recorded_greeting_is_worth_nothing(store):
             while part := again.recv(4096):
                 heard += part
     assert b"generation" not in heard
-    door = Door("localhost", store.port, KEY, 10.0)
+    door = StoreClient("localhost", store.port, KEY, 10.0)
     assert door.ask("look", "weights")["generation"] == 1
     door.close()
 
@@ -169,7 +169,7 @@ BAD = {
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 def test_a_malformed_request_is_refused_whole_and_poisons_nothing(store, bad):
     """Also from who knows the key: it may be of another version."""
-    good = {"what": "join", "name": "weights", "said": None, "timeout_s": 1.0, **Seat("", 0, 2, ("",))._asdict()}
+    good = {"what": "join", "name": "weights", "said": None, "timeout_s": 1.0, **MemberPlace("", 0, 2, ("",))._asdict()}
     channel = visit("localhost", store.port, KEY, 10.0)
     channel.say({**good, **bad} if isinstance(bad, dict) else bad, 5.0)
     assert channel.hear(5.0)["problem"].startswith("The store refused it: ")

@@ -16,9 +16,9 @@ from dualmesh.errors import (
     SessionError,
     StaleStateError,
 )
-from dualmesh.weights.group import Seat, _current
+from dualmesh.weights.group import MemberPlace, _current
 from dualmesh.weights.key import find_key
-from dualmesh.weights.store import Door, address_of
+from dualmesh.weights.store import StoreClient, address_of
 
 
 @pytest.fixture
@@ -115,12 +115,18 @@ def test_who_does_not_come_is_named_and_the_place_is_free_again(store):
 
 
 def door(store):
-    return Door(*address_of("test", store), find_key("test", None), 10.0)
+    return StoreClient(*address_of("test", store), find_key("test", None), 10.0)
 
 
 def test_who_dies_while_waiting_makes_room(store):
     dead = door(store)
-    asked = {"what": "join", "name": "weights", "said": None, "timeout_s": 60.0, **Seat("", 1, 2, ("",))._asdict()}
+    asked = {
+        "what": "join",
+        "name": "weights",
+        "said": None,
+        "timeout_s": 60.0,
+        **MemberPlace("", 1, 2, ("",))._asdict(),
+    }
     dead._channel.say(asked, 5.0)
     time.sleep(0.2)
     dead.close()
@@ -135,7 +141,7 @@ def test_a_rank_taken_twice_and_sizes_that_differ_are_refused(store):
         other_process = door(store)
         while other_process.ask("look", "weights")["waiting"] != "rank 0":
             time.sleep(0.01)
-        answer = other_process.ask("join", "weights", 1.0, **Seat("", 0, 2, ("",))._asdict(), said=None)
+        answer = other_process.ask("join", "weights", 1.0, **MemberPlace("", 0, 2, ("",))._asdict(), said=None)
         assert answer["problem"] == "rank 0 is taken by another process, which waits now."
         other_process.close()
         for refused in (str(joined(store, 1, size=3)[0]), str(waiting.exception())):

@@ -10,7 +10,7 @@ import pytest
 
 import dualmesh as dm
 from dualmesh.backend import pickling
-from dualmesh.backend.detached_state import RememberedState
+from dualmesh.backend.detached_state import DetachedState
 from dualmesh.errors import MembershipError, StaleStateError
 
 
@@ -90,7 +90,7 @@ def test_another_process_gets_rank_groups():
 @pytest.mark.usefixtures("world")
 def test_another_process_is_refused_what_needs_the_session(use):
     state = dm.init_parallel_state(spec=SPECS["grid"], name="actor")
-    remembered = RememberedState(("actor",), state.plan, state.session_words, ("another process", 0))
+    remembered = DetachedState(("actor",), state.plan, state.session_label, ("another process", 0))
     with pytest.raises(StaleStateError, match=r"'actor' came by pickle from another process \(sim, 8 ranks.*by_name"):
         eval(use, {"dm": dm, "state": remembered})
 
@@ -98,11 +98,11 @@ def test_another_process_is_refused_what_needs_the_session(use):
 @pytest.mark.usefixtures("world")
 def test_a_remembered_state_travels_on_with_its_origin():
     state = dm.init_parallel_state(spec=SPECS["grid"], name="actor")
-    remembered = RememberedState(("actor",), state.plan, "torch, 8 ranks", ("another process", 0))
+    remembered = DetachedState(("actor",), state.plan, "torch, 8 ranks", ("another process", 0))
     assert copy.deepcopy(remembered) is remembered
     again = pickle.loads(pickle.dumps(remembered))
-    assert (again.names, again.plan, again.session_words) == (["actor"], state.plan, "torch, 8 ranks")
-    assert elsewhere(remembered, "print(type(state).__name__, state.size('dp'))") == "RememberedState 4"
+    assert (again.names, again.plan, again.session_label) == (["actor"], state.plan, "torch, 8 ranks")
+    assert elsewhere(remembered, "print(type(state).__name__, state.size('dp'))") == "DetachedState 4"
 
 
 ASKED = ("global_rank", "data_index", "data_size", "is_member", "local_ranks", "dp_rank")
@@ -115,7 +115,7 @@ def told(state):
 
 
 def detached(state, ranks, holders, size=8):
-    return RememberedState(("base",), state.plan, "torch", ("elsewhere", 0), pickling.Held(ranks, size, holders))
+    return DetachedState(("base",), state.plan, "torch", ("elsewhere", 0), pickling.Held(ranks, size, holders))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -124,7 +124,7 @@ def test_a_worker_of_the_sender_knows_the_senders_rank(method):
     """However a worker is started, and whether it is started with the state or gets it later."""
     spec = dm.TopologySpec({"dp": 2, "tp": 3}, roles={"data": "dp"})
     state = dm.init_parallel_state(spec=spec, ranks=(7, 6, 5, 4, 3, 2))
-    sent = detached(state, (3,), (pickling.identity(),))
+    sent = detached(state, (3,), (pickling.identify_process(),))
     due = {
         "global_rank": 3,
         "data_index": 1,
@@ -161,7 +161,7 @@ def put_told(queue, state):
 @pytest.mark.usefixtures("world")
 def test_a_worker_of_a_process_without_a_rank_of_the_state_is_no_member():
     state = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2}), ranks=(0, 1))
-    sent = detached(state, (5,), (pickling.identity(),))
+    sent = detached(state, (5,), (pickling.identify_process(),))
     assert (sent.is_member, sent.local_ranks, sent.global_rank, sent.world.size) == (False, (), 5, 8)
     with pytest.raises(MembershipError, match=r"rank 5\) is no member"):
         sent.index("dp")
@@ -171,7 +171,7 @@ def test_a_worker_of_a_process_without_a_rank_of_the_state_is_no_member():
 def test_a_process_that_is_no_worker_of_the_sender_is_refused_its_rank():
     """Also one that has the sender's process number, in another run."""
     state = dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}))
-    host, pid, started = pickling.identity().split("/")
+    host, pid, started = pickling.identify_process().split("/")
     for holder in ("other", f"{host}/{pid}/{int(started) - 1}", f"else{host}/{pid}/{started}"):
         sent = detached(state, (3,), (holder,))
         assert (sent.is_member, sent.local_ranks) == (False, ())

@@ -174,8 +174,8 @@ def test_plain_blocks_count_as_equal_unless_an_axis_splits_them():
 
 
 def test_before_any_state_one_process_has_all_there_is():
-    from dualmesh.runtime.single_process import solo_state
+    from dualmesh.runtime.single_process import single_process_state
 
-    solo_state.cache_clear()  # it warns once in a process
+    single_process_state.cache_clear()  # it warns once in a process
     with pytest.warns(UserWarning, match="single-process"):
         assert dm.global_norm({"a": np.array([3.0]), "b": np.array([[4.0]])}) == 5.0

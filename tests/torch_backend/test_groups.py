@@ -3,7 +3,7 @@
 import pytest
 
 import dualmesh as dm
-from dualmesh.backend.group_options import checked_options
+from dualmesh.backend.group_options import check_options
 from tests.worlds import torch_world
 
 GRID = dm.TopologySpec(
@@ -18,7 +18,7 @@ def timeouts(state):
     import torch
 
     groups = {name: state.group(name) for name in (*state.axis_names, ("b", "a"))}
-    groups["data lane of a"] = state.party("a").group
+    groups["data lane of a"] = state.member("a").group
     return {key: g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for key, g in groups.items()}
 
 
@@ -57,7 +57,7 @@ def test_options_are_checked_by_name_and_kind(world, options, words):
 
 
 def test_equal_options_are_equal_however_they_are_written():
-    assert checked_options({"timeout_s": 3, "is_high_priority": False}) == checked_options(
+    assert check_options({"timeout_s": 3, "is_high_priority": False}) == check_options(
         {"is_high_priority": False, "timeout_s": 3.0}
     )
 

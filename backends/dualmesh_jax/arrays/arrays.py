@@ -20,9 +20,9 @@ from dualmesh.backend.arrays import Arrays
 from dualmesh.backend.host_blocks import HostLeaf
 from dualmesh.errors import ArgumentError, ArrayTypeError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, canonical, dim_layouts
-from dualmesh.sharding.slices import covered_shape, covering_slices
+from dualmesh.sharding.slices import covering_slices, global_shape_of_cover
 from dualmesh_jax import private
-from dualmesh_jax.mesh.ambient_mesh import check_one_place, told
+from dualmesh_jax.mesh.ambient_mesh import check_one_place, describe_mesh
 from dualmesh_jax.store import describe_processes
 from dualmesh_jax.watch import run_together
 
@@ -123,7 +123,7 @@ class JaxArrays(Arrays):
                 f"to_numpy: found a {type(x).__qualname__}. Give what dm.distribute or shard_map return."
             )
         refuse_keys("to_numpy", x)
-        x = summed(x)
+        x = sum_unreduced(x)
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
             whole = NamedSharding(self._state.mesh, PartitionSpec())
             x = run_together(self._state, "to_numpy", jax.jit(_unchanged, out_shardings=whole), (x,))
@@ -134,25 +134,25 @@ class JaxArrays(Arrays):
         refuse_keys("shard_local", block)
         where, host, topology = "shard_local", on_host(block), self._state.topology
         ranks = [self._state.grid_rank(rank) for rank in self._state.local_ranks]
-        shape = covered_shape(topology, spec, host.shape, ranks, what=f"{where}: block")
+        shape = global_shape_of_cover(topology, spec, host.shape, ranks, what=f"{where}: block")
         sharding = self.fitted(where, np.broadcast_to(np.zeros((), host.dtype), shape), spec)
         first = [cut.start for cut in covering_slices(topology, spec, shape, ranks)]
 
         def cut(index: Any) -> Any:
             bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
-            return owned(host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))])
+            return own_copy(host[tuple(slice(a - at, b - at) for (a, b, _), at in zip(bounds, first, strict=True))])
 
         check_narrowing(where, host)
-        return _assembled(shape, sharding, cut)
+        return _assemble(shape, sharding, cut)
 
     def constrain(self, x: Any, spec: P) -> Any:
         if get_abstract_mesh().manual_axes:
             return self._constrain_rest(x, spec)
         sharding = self.fitted("constrain", x, spec)
         if not isinstance(x, jax.Array):
-            x = owned(np.asarray(x))
+            x = own_copy(np.asarray(x))
         if not is_tracing():
-            return run_together(self._state, "constrain", private.device_put, (summed(x), sharding))
+            return run_together(self._state, "constrain", private.device_put, (sum_unreduced(x), sharding))
         check_one_place("constrain", self._state, is_staging=is_staging())
         # Where axes are Explicit, a sharding is part of the type: JAX checks a constraint, and does not move the array.
         if self._state.shared.is_explicit:
@@ -183,7 +183,7 @@ class JaxArrays(Arrays):
         if x is None:
             raise ArrayTypeError(NOTHING.format(where="reshard", source=source.label))
         if is_unreduced(x) and source.spec_of(x) == canonical(source.topology, source_spec):
-            x, source_spec = summed(x), P(*source_spec.entries)
+            x, source_spec = sum_unreduced(x), P(*source_spec.entries)
         lies = source.arrays.fitted("reshard src", x, source_spec)
         shall = self.fitted("reshard dst", x, spec)
         if is_staging():
@@ -202,7 +202,7 @@ class JaxArrays(Arrays):
             return lax.with_sharding_constraint(lax.with_sharding_constraint(x, lies), shall)
         _check_devices(x, source)
         if not isinstance(x, jax.Array):
-            x = owned(np.asarray(x))
+            x = own_copy(np.asarray(x))
         return run_together(self._state, "reshard", partial(private.device_put, src=lies), (x, shall))
 
     def transfer(self, tree: Any, job: "TransferJob") -> Any:
@@ -212,7 +212,7 @@ class JaxArrays(Arrays):
             raise ArrayTypeError(NOTHING.format(where="transfer", source=source.label))
 
         def moved(x: Any, *ends: Any) -> Any:
-            return unshared(self.reshard(x, *ends), (x,))  # the source's next step may be given its arrays for good
+            return unshare(self.reshard(x, *ends), (x,))  # the source's next step may be given its arrays for good
 
         return job.array_by_array(tree, moved)
 
@@ -225,8 +225,8 @@ class JaxArrays(Arrays):
         if lies.mesh != shall.mesh:
             raise ShardingError(
                 TWO_MESHES.format(
-                    *(source.label, told(source.shared.mesh)),
-                    *(self._state.label, told(self._state.shared.mesh)),
+                    *(source.label, describe_mesh(source.shared.mesh)),
+                    *(self._state.label, describe_mesh(self._state.shared.mesh)),
                 ),
                 source=source,
                 target=self._state,
@@ -281,15 +281,15 @@ def laid_out(where: str, array: Any, sharding: NamedSharding) -> Any:
         return private.device_put(array, sharding)
     if isinstance(array, jax.Array):
         if sharding.is_fully_addressable or array.is_fully_addressable:
-            return unshared(private.device_put(array, sharding), (array,))
-        return unshared(jax.jit(_unchanged, out_shardings=sharding)(array), (array,))
+            return unshare(private.device_put(array, sharding), (array,))
+        return unshare(jax.jit(_unchanged, out_shardings=sharding)(array), (array,))
     check_narrowing(where, array)
     if sharding.is_fully_addressable:
-        return jax.device_put(owned(array), sharding)
-    return _assembled(array.shape, sharding, lambda index: owned(array[index]))
+        return jax.device_put(own_copy(array), sharding)
+    return _assemble(array.shape, sharding, lambda index: own_copy(array[index]))
 
 
-def _assembled(shape: tuple[int, ...], sharding: NamedSharding, cut: Callable[[Any], Any]) -> Any:
+def _assemble(shape: tuple[int, ...], sharding: NamedSharding, cut: Callable[[Any], Any]) -> Any:
     """Return a global array of the blocks that are cut for this process' devices. *Local.*
 
     Each is put on its device in so many words: `jax.make_array_from_callback` counts as an implicit transfer, which
@@ -308,7 +308,7 @@ def on_host(x: Any) -> Any:
     return np.asarray(jax.device_get(x) if isinstance(x, jax.Array) else x)
 
 
-def owned(block: Any) -> Any:
+def own_copy(block: Any) -> Any:
     """Return a copy of a numpy array that nobody else knows, with the dtype that JAX gives it. *Local.*
 
     On the CPU JAX takes memory over as it is where it starts at 64 bytes, and otherwise copies it some time later; on
@@ -323,7 +323,7 @@ def owned(block: Any) -> Any:
     return own
 
 
-def unshared(made: Any, given: Iterable[Any]) -> Any:
+def unshare(made: Any, given: Iterable[Any]) -> Any:
     """Return a JAX array, or a copy of it where it shares memory with one that was given. *Local.*
 
     `device_put` hands on what lies right already, also parts of it, and what came by DLPack is another's memory.
@@ -371,7 +371,7 @@ def is_unreduced(x: Any) -> bool:
     return bool(getattr(getattr(x.sharding, "spec", None), "unreduced", None))
 
 
-def summed(x: Any) -> Any:
+def sum_unreduced(x: Any) -> Any:
     """Return an array whose blocks are the value's: JAX moves and reads unreduced ones only in compiled code.
 
     *Collective over the array's devices.*

@@ -16,7 +16,7 @@ from dualmesh.topology.refinement import Refinement
 from dualmesh.topology.topology import Topology
 
 
-def checked_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ...] | None) -> Any:
+def check_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ...] | None) -> Any:
     """Return the specs with a `P` at every leaf; a list of specs for the arguments becomes a tuple. *Pure.*
 
     Raises:
@@ -42,7 +42,7 @@ def checked_specs(topology: Topology, what: str, specs: Any, axes: tuple[str, ..
     return jax.tree.map(checked, tuple(specs) if isinstance(specs, list) else specs, is_leaf=is_spec)
 
 
-def mapped_by_spec(what: str, fn: Callable[[P, Any], Any], specs: Any, tree: Any) -> Any:
+def map_by_spec(what: str, fn: Callable[[P, Any], Any], specs: Any, tree: Any) -> Any:
     """Return the tree with `fn(spec, leaf)` at its leaves; the specs are a prefix of the tree. *Pure.*
 
     Raises:

@@ -23,8 +23,8 @@ from dualmesh.errors import ArrayTypeError, OutsideShardMapError
 from dualmesh.topology.topology import Axis
 from dualmesh_jax.arrays.arrays import is_tracing
 from dualmesh_jax.collectives.line import Line
-from dualmesh_jax.collectives.ragged import exchanged
-from dualmesh_jax.mesh.ambient_mesh import note_traced, told
+from dualmesh_jax.collectives.ragged import exchange_rows
+from dualmesh_jax.mesh.ambient_mesh import describe_mesh, note_traced
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -121,7 +121,7 @@ class JaxCollectives(Collectives):
                 raise ArrayTypeError(
                     f"ops.ragged_all_to_all: {name} are {counts.dtype}. Counts are integers: convert them first."
                 )
-        return exchanged(x, self._line(axis), send, received, rows)
+        return exchange_rows(x, self._line(axis), send, received, rows)
 
     def enter(self, x: Any, axis: Axis) -> Any:
         return _enter(x, self._line(axis))
@@ -168,7 +168,7 @@ class JaxCollectives(Collectives):
             mesh, around = self._state.mesh, get_abstract_mesh()
             elsewhere = cure = ""
             if around.manual_axes and around.shape_tuple != mesh.shape_tuple:
-                elsewhere = f", on {told(mesh)}: this code runs per rank of {told(around)}"
+                elsewhere = f", on {describe_mesh(mesh)}: this code runs per rank of {describe_mesh(around)}"
                 cure = f" in the scope of {self._state.label}"
             message = OUTSIDE.format(where=where, axis=axis, label=self._state.label, elsewhere=elsewhere, cure=cure)
             raise OutsideShardMapError(message, where=where, axis=axis)
@@ -217,16 +217,16 @@ def _leave(x: Any, line: Line) -> Any:
     return line.sum(x)
 
 
-def _summed(line: Line, _: None, cotangent: Any) -> tuple[Any]:
+def _sum_cotangent(line: Line, _: None, cotangent: Any) -> tuple[Any]:
     return (line.sum(cotangent),)
 
 
-def _passed(line: Line, _: None, cotangent: Any) -> tuple[Any]:
+def _pass_cotangent(line: Line, _: None, cotangent: Any) -> tuple[Any]:
     return (cotangent,)
 
 
-_enter.defvjp(lambda x, line: (x, None), _summed)
-_leave.defvjp(lambda x, line: (line.sum(x), None), _passed)
+_enter.defvjp(lambda x, line: (x, None), _sum_cotangent)
+_leave.defvjp(lambda x, line: (line.sum(x), None), _pass_cotangent)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -14,7 +14,7 @@ from jax import lax
 from dualmesh_jax.collectives.line import Line
 
 
-def exchanged(x: Any, line: Line, send_counts: Any, recv_counts: Any, rows: int) -> Any:
+def exchange_rows(x: Any, line: Line, send_counts: Any, recv_counts: Any, rows: int) -> Any:
     """Send runs of rows to the indices in order; return what arrives by sender, then zeros up to `rows`.
 
     Every pair of ranks exchanges a block of the longest run that there can be, padded: `lax.ragged_all_to_all` would

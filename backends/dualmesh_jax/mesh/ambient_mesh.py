@@ -50,7 +50,7 @@ UNKNOWN = "a mesh that JAX does not say inside vmap with axis_name"
 _NO_MESH = AbstractMesh((), ())
 
 
-def told(mesh: Mesh | AbstractMesh) -> str:
+def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """Return a mesh as messages show it, with the registered states that are on it. *Local.*"""
     names = [name for name, state in registry.named.items() if _is_on(getattr(state, "shared", None), mesh)]
     axes = ", ".join(f"{name!r}: {size}" for name, size in mesh.shape_tuple)
@@ -80,7 +80,7 @@ def ambient_mesh(where: str, state: "JaxState") -> AbstractContextManager[Any]:
     ours = state.shared.abstract_mesh
     if around.manual_axes:
         if around.shape_tuple != ours.shape_tuple:
-            found = {"where": where, "label": state.label, "mesh": told(ours), "around": told(around)}
+            found = {"where": where, "label": state.label, "mesh": describe_mesh(ours), "around": describe_mesh(around)}
             raise ArgumentError(OTHER_REGION.format(**found), state=state, around=around)
         return nullcontext()
     if around == ours:
@@ -129,8 +129,8 @@ class Unmeshed:
             return
         found = {
             "label": self._state.label,
-            "mesh": told(self._state.shared.mesh),
-            "outside": UNKNOWN if self._outside.empty else told(self._outside),
+            "mesh": describe_mesh(self._state.shared.mesh),
+            "outside": UNKNOWN if self._outside.empty else describe_mesh(self._outside),
         }
         error.args = (f"{said.rstrip('.')}. {UNMESHED.format(**found)}", *error.args[1:])
 
@@ -173,6 +173,11 @@ def _compare(
 ) -> None:
     ours = state.shared
     if others != ours.devices:
-        found = {"where": where, "label": state.label, "mesh": told(ours.mesh), "devices": listed(ours.devices)}
-        message = text.format(**found, other=told(other), others=listed(others))
+        found = {
+            "where": where,
+            "label": state.label,
+            "mesh": describe_mesh(ours.mesh),
+            "devices": listed(ours.devices),
+        }
+        message = text.format(**found, other=describe_mesh(other), others=listed(others))
         raise ShardingError(message, state=state, mesh=ours.mesh, other=other)

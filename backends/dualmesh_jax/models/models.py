@@ -18,7 +18,7 @@ from dualmesh.backend.models import Models
 from dualmesh.backend.plain_models import refuse_units
 from dualmesh.errors import ShardingError
 from dualmesh.sharding.partition_spec import P
-from dualmesh_jax.arrays.arrays import unshared
+from dualmesh_jax.arrays.arrays import unshare
 
 if TYPE_CHECKING:
     from dualmesh_jax.state import JaxState
@@ -62,16 +62,16 @@ class JaxModels(Models):
 
         shapes = jax.eval_shape(arrays, *args)
         structure, others = made
-        sketch = _joined(structure, others, shapes)
+        sketch = _join(structure, others, shapes)
         shardings = [self._state.sharding(spec) for spec in specs_of(sketch)]
         if len(shardings) != len(shapes):
             raise ShardingError(f"init_sharded: {len(shapes)} arrays, {len(shardings)} specs.", found=len(shardings))
         given = jax.tree.leaves(args)
-        found = [unshared(x, given) for x in jax.jit(arrays, out_shardings=shardings)(*args)]
-        return _joined(structure, others, found)
+        found = [unshare(x, given) for x in jax.jit(arrays, out_shardings=shardings)(*args)]
+        return _join(structure, others, found)
 
 
-def _joined(structure: Any, others: Sequence[Any], arrays: Sequence[Any]) -> Any:
+def _join(structure: Any, others: Sequence[Any], arrays: Sequence[Any]) -> Any:
     remaining = iter(arrays)
     leaves = [next(remaining) if other is None else other for other in others]
     return jax.tree.unflatten(structure, leaves)

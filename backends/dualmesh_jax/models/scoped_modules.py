@@ -20,7 +20,7 @@ LINEN = (
 )
 
 
-def scoped(target: Any, name_or_state: str | ParallelState) -> Any | None:
+def scope_module(target: Any, name_or_state: str | ParallelState) -> Any | None:
     """Return a module whose calls run in a state, or None for what is no module. *Local.*
 
     Raises:

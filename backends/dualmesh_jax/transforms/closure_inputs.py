@@ -15,7 +15,7 @@ _FUNCTIONS = {FunctionType, MethodType, functools.partial}
 _DEEPEST = 4
 
 
-def captured(fn: Any, depth: int = _DEEPEST) -> Contents:
+def find_captured(fn: Any, depth: int = _DEEPEST) -> Contents:
     """Return what is in each variable that a function, and the functions it captured, closed over. *Local.*
 
     Of dicts, lists and tuples these are the keys and what is inside. Globals, attributes of captured objects and the
@@ -23,18 +23,18 @@ def captured(fn: Any, depth: int = _DEEPEST) -> Contents:
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
-    >>> list(captured(scaled([3, 4])).values())
+    >>> list(find_captured(scaled([3, 4])).values())
     [(3, 4)]
     """
     if isinstance(fn, functools.partial):
         given = [leaf for value in (*fn.args, *fn.keywords.values()) for leaf in _leaves(value)]
-        return {id(fn): tuple(given)} | captured(fn.func, depth)
+        return {id(fn): tuple(given)} | find_captured(fn.func, depth)
     if isinstance(fn, MethodType):
-        return captured(fn.__func__, depth)
+        return find_captured(fn.__func__, depth)
     if not isinstance(fn, FunctionType):
         return {}
     wrapped = getattr(fn, "__wrapped__", None)
-    contents = captured(wrapped, depth - 1) if wrapped is not None and depth else {}
+    contents = find_captured(wrapped, depth - 1) if wrapped is not None and depth else {}
     for cell in fn.__closure__ or ():
         try:
             leaves = tuple(_leaves(cell.cell_contents))
@@ -43,11 +43,11 @@ def captured(fn: Any, depth: int = _DEEPEST) -> Contents:
         contents[id(cell)] = leaves
         for leaf in leaves if depth else ():
             if type(leaf) in _FUNCTIONS:
-                contents |= captured(leaf, depth - 1)
+                contents |= find_captured(leaf, depth - 1)
     return contents
 
 
-def changed(before: Contents, after: Contents) -> set[int]:
+def find_changed(before: Contents, after: Contents) -> set[int]:
     """Return the variables that hold other objects, or are there only before or after. *Pure.*"""
     both = before.keys() & after.keys()
     return (before.keys() ^ after.keys()) | {name for name in both if not _is_same(before[name], after[name])}

@@ -26,11 +26,11 @@ from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import current_scope
 from dualmesh.sharding.partition_spec import P, is_spec
 from dualmesh_jax.arrays.arrays import is_keys, is_staging, is_tracing, laid_out, on_host
-from dualmesh_jax.arrays.specs import checked_specs, mapped_by_spec
+from dualmesh_jax.arrays.specs import check_specs, map_by_spec
 from dualmesh_jax.mesh.ambient_mesh import ambient_mesh, check_one_place, has_no_mesh
 from dualmesh_jax.private import is_transforming
 from dualmesh_jax.regions import region_of
-from dualmesh_jax.transforms.closure_inputs import Contents, captured, changed
+from dualmesh_jax.transforms.closure_inputs import Contents, find_captured, find_changed
 from dualmesh_jax.transforms.retraced import Retraced
 from dualmesh_jax.watch import run_together
 
@@ -66,8 +66,8 @@ class Lifted:
         self._state = state
         self._fitted = state.arrays.fitted
         self._fn = fn
-        self._in_specs = checked_specs(state.topology, "shard_map in_specs", in_specs, axes)
-        self._out_specs = checked_specs(state.topology, "shard_map out_specs", out_specs, axes)
+        self._in_specs = check_specs(state.topology, "shard_map in_specs", in_specs, axes)
+        self._out_specs = check_specs(state.topology, "shard_map out_specs", out_specs, axes)
         self._axes = axes
         self._check_replicated = check_replicated
         self._has_partial = any(spec.partial for spec in jax.tree.leaves(self._out_specs, is_leaf=is_spec))
@@ -76,7 +76,7 @@ class Lifted:
         self._own: set[int] = set()  # variables that tracing itself changes (a counter, a log), which say nothing new
         self._words = f"shard_map of {getattr(fn, '__qualname__', type(fn).__qualname__)}"
         self._retraced = Retraced()
-        self._compile(captured(fn))
+        self._compile(find_captured(fn))
 
     def _compile(self, contents: Contents) -> None:
         """Forget what was compiled; the contents of captured variables are baked into what is compiled next."""
@@ -96,8 +96,8 @@ class Lifted:
         return program
 
     def _look_at_captured(self) -> None:
-        contents = captured(self._fn)
-        if changed(self._captured, contents) - self._own:
+        contents = find_captured(self._fn)
+        if find_changed(self._captured, contents) - self._own:
             if self._was_compiled:
                 caution(CHANGED.format(fn=getattr(self._fn, "__qualname__", repr(self._fn))))
             self._compile(contents)
@@ -109,11 +109,11 @@ class Lifted:
         if not transforming:
             self._look_at_captured()
         if any(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(args)):
-            args = mapped_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
+            args = map_by_spec("shard_map in_specs", self._placed, self._in_specs, args)
         if not self._was_called:
             self._was_called = True
             forgotten: list[tuple[P, Any, list[str]]] = []
-            mapped_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
+            map_by_spec("shard_map in_specs", self._note_forgotten(forgotten), self._in_specs, args)
             for one in forgotten:
                 warn_of_forgotten(*one)
         brings_mesh = False
@@ -133,7 +133,7 @@ class Lifted:
                 self._check_devices(args, error)
                 raise
         if self._check_replicated:
-            mapped_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
+            map_by_spec("shard_map out_specs", self._check_equal, self._out_specs, results)
         return results
 
     def _program(self, args: tuple[Any, ...], transforming: bool) -> Callable[..., Any]:
@@ -147,7 +147,7 @@ class Lifted:
         names = mesh.axis_names if self._axes is None else self._state.axes(self._axes)
         if set(around.manual_axes) & set(names):
             raise ArgumentError(NESTED.format(axes=listed(around.manual_axes)), axes=around.manual_axes)
-        args = mapped_by_spec("shard_map in_specs", self._entering, self._in_specs, args)
+        args = map_by_spec("shard_map in_specs", self._entering, self._in_specs, args)
         lifted = jax.shard_map(
             self._body,
             mesh=None if around.manual_axes else mesh,  # the mesh around knows which of its axes are manual already
@@ -159,13 +159,13 @@ class Lifted:
         return lifted(*args)
 
     def _body(self, *blocks: Any) -> Any:
-        before = captured(self._fn)
+        before = find_captured(self._fn)
         with region_of(self._state) if registry.has_several else nullcontext():
             results = self._fn(*blocks)
-        self._own |= changed(before, captured(self._fn))
-        mapped_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
+        self._own |= find_changed(before, find_captured(self._fn))
+        map_by_spec("shard_map out_specs", _check_dims, self._out_specs, results)
         if self._has_partial:
-            results = mapped_by_spec("shard_map out_specs", self._summed, self._out_specs, results)
+            results = map_by_spec("shard_map out_specs", self._summed, self._out_specs, results)
         return results
 
     def _summed(self, spec: P, block: Any) -> Any:

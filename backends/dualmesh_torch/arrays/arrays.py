@@ -17,8 +17,8 @@ from dualmesh.errors import ArrayTypeError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, global_shape, local_shape, slices_of
 from dualmesh.weights.transfer import TransferJob
 from dualmesh_torch.arrays import reshard as resharding
-from dualmesh_torch.arrays.assembly import assembled
-from dualmesh_torch.collectives.dtypes import WIDENED, carried, resolved, uncarried
+from dualmesh_torch.arrays.assembly import assemble
+from dualmesh_torch.collectives.dtypes import WIDENED, from_carried, resolve_memory, to_carried
 from dualmesh_torch.collectives.exchanges import exchange
 from dualmesh_torch.transforms.gradients import refuse_cut
 from dualmesh_torch.weights import transfer as transferring
@@ -53,7 +53,7 @@ class TorchArrays(Arrays):
         mesh, placements = state.sharding(spec)
         cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(state.own_rank()))
         block = whole[cut].to(state.device_type, copy=True, memory_format=torch.contiguous_format)
-        return assembled(block, mesh, placements, whole.shape)
+        return assemble(block, mesh, placements, whole.shape)
 
     def grown(self, array: Any, shape: tuple[int, ...]) -> torch.Tensor:
         whole = self.checked(array)
@@ -74,16 +74,16 @@ class TorchArrays(Arrays):
     def handed_out(self, array: Any, spec: P, src: int) -> DTensor:
         _refuse_partial("distribute", spec)
         state = self._state
-        party = state.party("world")
-        known = (array.dtype, tuple(array.shape)) if party.index == src else None
+        member = state.member("world")
+        known = (array.dtype, tuple(array.shape)) if member.index == src else None
         dtype, shape = state.host.broadcast(known, "world", src=src)
         mesh, placements = state.sharding(spec)
-        given = _blocks_for(state, array, spec) if party.index == src else None
+        given = _blocks_for(state, array, spec) if member.index == src else None
         own = torch.empty(local_shape(state.topology, spec, shape), dtype=dtype, device=state.device_type)
-        moved = carried(own.reshape(-1))
-        with exchange("distribute", party, src=src):
-            dist.scatter(moved, given, group=party.group, group_src=src)
-        return assembled(uncarried(moved, dtype).view(own.shape), mesh, placements, shape)
+        moved = to_carried(own.reshape(-1))
+        with exchange("distribute", member, src=src):
+            dist.scatter(moved, given, group=member.group, group_src=src)
+        return assemble(from_carried(moved, dtype).view(own.shape), mesh, placements, shape)
 
     def to_numpy(self, x: Any) -> Any:
         if isinstance(x, DTensor):
@@ -102,7 +102,7 @@ class TorchArrays(Arrays):
         mesh, placements = state.sharding(spec)
         own = tensor_of("shard_local", block).detach()
         own = own.to(state.device_type, copy=True, memory_format=torch.contiguous_format)
-        return assembled(own, mesh, placements, global_shape(state.topology, spec, own.shape))
+        return assemble(own, mesh, placements, global_shape(state.topology, spec, own.shape))
 
     def constrain(self, x: Any, spec: P) -> DTensor:
         return self.placed("constrain", x, spec)
@@ -165,10 +165,10 @@ class TorchArrays(Arrays):
             slices_of(self._state.topology, spec, np.shape(x), self._state.grid_rank(self._state.own_rank()))
             if not (isinstance(x, torch.Tensor) and x.requires_grad):
                 return self.distribute(x, spec)
-            x = assembled(x, mesh, [Replicate()] * mesh.ndim, x.shape)
+            x = assemble(x, mesh, [Replicate()] * mesh.ndim, x.shape)
         elif x.device_mesh != mesh:
             whole = self._gathered(where, x)
-            x = assembled(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+            x = assemble(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
         slices_of(self._state.topology, spec, x.shape, self._state.grid_rank(self._state.own_rank()))
         return self._laid_out(where, x, mesh, placements)
 
@@ -179,9 +179,9 @@ class TorchArrays(Arrays):
     def _laid_out(self, where: str, x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
         """Redistribute, in a dtype that travels. *Collective over the mesh.*"""
         if torch.compiler.is_compiling() or tuple(placements) == x.placements:
-            return _redistributed(x, mesh, placements)
-        with exchange(where, self._state.everyone_on(mesh), x, placements=tuple(placements)):
-            return _redistributed(x, mesh, placements)
+            return _redistribute(x, mesh, placements)
+        with exchange(where, self._state.mesh_members(mesh), x, placements=tuple(placements)):
+            return _redistribute(x, mesh, placements)
 
 
 def _refuse_partial(where: str, spec: P) -> None:
@@ -201,12 +201,12 @@ def _blocks_for(state: "TorchState", whole: torch.Tensor, spec: P) -> list[torch
         cut = slices_of(state.topology, spec, whole.shape, state.grid_rank(rank))
         key = tuple((part.start, part.stop) for part in cut)
         if key not in kept:
-            kept[key] = carried(resolved(whole[cut].to(state.device_type)).reshape(-1).contiguous())
+            kept[key] = to_carried(resolve_memory(whole[cut].to(state.device_type)).reshape(-1).contiguous())
         blocks.append(kept[key])
     return blocks
 
 
-def _redistributed(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
+def _redistribute(x: DTensor, mesh: "DeviceMesh", placements: Sequence[Placement]) -> DTensor:
     wide = WIDENED.get(x.dtype)
     moved: Any = x if wide is None else x.to(wide)
     found: DTensor = moved.redistribute(mesh, placements)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def assembled(
+def assemble(
     block: torch.Tensor,
     mesh: "DeviceMesh",
     placements: Sequence[Placement],

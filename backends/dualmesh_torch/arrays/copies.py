@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dualmesh.errors import ArgumentError, ShardingError, listed
 from dualmesh.runtime.registry import registry
-from dualmesh.topology.roles import expanded, stage_axes
+from dualmesh.topology.roles import expand_axes, stage_axes
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 
@@ -249,7 +249,7 @@ def summed_ranks(state: "TorchState", axes: Axis, view: str | None) -> tuple[tup
     if view is None:
         return (tokens,)
     topology = state.topology
-    over = expanded(topology, topology.spec.views[view].over)
-    loss = expanded(topology, (axes,) if isinstance(axes, str) else axes)
+    over = expand_axes(topology, topology.spec.views[view].over)
+    loss = expand_axes(topology, (axes,) if isinstance(axes, str) else axes)
     wide = tuple(name for name in topology.base_axes if name in {*over, *loss})
     return (tokens,) if set(over) <= set(loss) else (tokens, state.ranks(wide))

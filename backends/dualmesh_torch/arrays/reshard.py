@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from dualmesh.errors import ArrayTypeError, DualmeshError, ShapeError, ShardingError, listed
 from dualmesh.sharding.partition_spec import P, global_shape, local_shape
 from dualmesh.sharding.redistribution import Placed, Reshard, Slices
-from dualmesh_torch.arrays.assembly import assembled
-from dualmesh_torch.collectives.dtypes import KINDS, carried, uncarried
+from dualmesh_torch.arrays.assembly import assemble
+from dualmesh_torch.collectives.dtypes import KINDS, from_carried, to_carried
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -91,7 +91,7 @@ class _Head(NamedTuple):
 def reshard(x: Any, source: "TorchState", source_spec: P, target: "TorchState", spec: P) -> Any:
     """Return this rank's part of the array in the target; see `dualmesh.reshard`. *Collective over both.*"""
     ends = _Ends(source, source.placed(source_spec), target.placed(spec))
-    block, head = _known(x, ends)
+    block, head = _gather_heads(x, ends)
     journey = Journey(head.shape, ends.given, ends.taken, head.is_global)
     route_of(journey, ends.rank)  # refuses what does not divide, alike on all ranks and before anything moves
     needs = head.needs_gradient and torch.is_grad_enabled()
@@ -101,13 +101,13 @@ def reshard(x: Any, source: "TorchState", source_spec: P, target: "TorchState", 
         if needs and not block.requires_grad:
             block = torch.empty(0, dtype=head.dtype, requires_grad=True)
         block = block.to(source.device_type)
-    found: Tensor = _apply(block, journey, ends.rank, ends.party, head.dtype)
+    found: Tensor = _apply(block, journey, ends.rank, ends.member, head.dtype)
     if uninvited:  # said only now, so that nobody waits for this rank
-        raise ArrayTypeError(NO_SOURCE.format(rank=ends.rank, source=source.label, found=_shown(x)), found=x)
+        raise ArrayTypeError(NO_SOURCE.format(rank=ends.rank, source=source.label, found=_describe(x)), found=x)
     if ends.taken.position(ends.rank) is None or not head.is_global:
         return found
     mesh, placements = target.sharding(spec)
-    return assembled(found, mesh, placements, head.shape, placements)
+    return assemble(found, mesh, placements, head.shape, placements)
 
 
 @lru_cache(maxsize=256)
@@ -143,45 +143,47 @@ class _Moved(torch.autograd.Function):
     """The exchange; its gradient is the exchange back, in the same group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: Journey, rank: int, party: Party | None, dtype: torch.dtype) -> Tensor:
-        ctx.journey, ctx.rank, ctx.party, ctx.dtype = journey, rank, party, x.dtype
-        return _exchanged(x, route_of(journey, rank), party, dtype)
+    def forward(
+        ctx: Any, x: Tensor, journey: Journey, rank: int, member: GroupMember | None, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.journey, ctx.rank, ctx.member, ctx.dtype = journey, rank, member, x.dtype
+        return _exchange(x, route_of(journey, rank), member, dtype)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (cotangent,) = cotangents
-        back = _apply(cotangent, ctx.journey.back(), ctx.rank, ctx.party, cotangent.dtype)
+        back = _apply(cotangent, ctx.journey.back(), ctx.rank, ctx.member, cotangent.dtype)
         return back.to(ctx.dtype), None, None, None, None
 
 
 _apply: Any = _Moved.apply
 
 
-def _exchanged(x: Tensor, route: Route, party: Party | None, dtype: torch.dtype) -> Tensor:
+def _exchange(x: Tensor, route: Route, member: GroupMember | None, dtype: torch.dtype) -> Tensor:
     pieces = [x[cut].reshape(-1) for _, cut in route.sends]
     sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=x.device)
     out = torch.empty if not route.adds and route.receives else torch.zeros
     found = out(route.shape, dtype=_WIDE.get(dtype, dtype) if route.adds else dtype, device=x.device)
     sizes = [found[cut].numel() for _, cut in route.receives]
-    arrived = sent if party is None else _traded(sent, route, sizes, [piece.numel() for piece in pieces], party)
+    arrived = sent if member is None else _trade(sent, route, sizes, [piece.numel() for piece in pieces], member)
     for (_, cut), piece in zip(route.receives, torch.split(arrived, sizes), strict=True):
         part = found[cut]
         (part.add_ if route.adds else part.copy_)(piece.view(part.shape))
     return found.to(dtype)
 
 
-def _traded(sent: Tensor, route: Route, sizes: list[int], gone: list[int], party: Party) -> Tensor:
+def _trade(sent: Tensor, route: Route, sizes: list[int], gone: list[int], member: GroupMember) -> Tensor:
     """Send pieces one after another, receive pieces one after another. *Collective over the group.*"""
-    moved = carried(sent)
-    width = moved.numel() // sent.numel() if sent.numel() else carried(sent.new_empty(1)).numel()
-    counts = [[0] * party.size, [0] * party.size]
+    moved = to_carried(sent)
+    width = moved.numel() // sent.numel() if sent.numel() else to_carried(sent.new_empty(1)).numel()
+    counts = [[0] * member.size, [0] * member.size]
     for side, (pieces, lengths) in enumerate(((route.receives, sizes), (route.sends, gone))):
         for (place, _), length in zip(pieces, lengths, strict=True):
             counts[side][place] += length * width
     arrived = moved.new_empty(sum(counts[0]))
-    with exchange("reshard", party):
-        dist.all_to_all_single(arrived, moved, counts[0], counts[1], group=party.group)
-    return uncarried(arrived, sent.dtype)
+    with exchange("reshard", member):
+        dist.all_to_all_single(arrived, moved, counts[0], counts[1], group=member.group)
+    return from_carried(arrived, sent.dtype)
 
 
 # -- what the array is ---------------------------------------------------------------------------------------------
@@ -194,22 +196,22 @@ class _Ends:
         self.source, self.given, self.taken = source, given, taken
         self.rank: int = source.world.local_ranks[0]
         self.ranks = union(given, taken)
-        self.party = source.party_over(self.ranks) if len(self.ranks) > 1 else None
+        self.member = source.member_over(self.ranks) if len(self.ranks) > 1 else None
         self.reaches_out = len(self.ranks) > len(given.members)
         """Whether the target has ranks outside the source, which know nothing of the array."""
 
     def told(self, numbers: list[int]) -> list[int]:
         """Return what the source's first rank says. *Collective over both ends.*"""
-        if self.party is None:
+        if self.member is None:
             return numbers
         sent = torch.tensor(numbers, dtype=torch.int64, device=self.source.device_type)
-        with exchange("reshard", self.party):
-            dist.broadcast(sent, group=self.party.group, group_src=self.ranks.index(self.given.rank(0)))
+        with exchange("reshard", self.member):
+            dist.broadcast(sent, group=self.member.group, group_src=self.ranks.index(self.given.rank(0)))
         found: list[int] = sent.tolist()
         return found
 
 
-def _known(x: Any, ends: _Ends) -> tuple[Tensor | None, _Head]:
+def _gather_heads(x: Any, ends: _Ends) -> tuple[Tensor | None, _Head]:
     """Return this rank's block (None outside the source) and what every rank knows of the array."""
     if ends.given.position(ends.rank) is None:
         return None, _heard(ends.told([0] * _HEAD_SIZE), ends.source)
@@ -220,7 +222,7 @@ def _known(x: Any, ends: _Ends) -> tuple[Tensor | None, _Head]:
             ends.told([_REFUSED] * _HEAD_SIZE)
         raise
     if ends.reaches_out:
-        ends.told(_said(own))
+        ends.told(_head_to_tensor(own))
     return block, own
 
 
@@ -233,7 +235,7 @@ def _read(x: Any, ends: _Ends) -> tuple[Tensor, _Head]:
     elif isinstance(x, Tensor):
         block, shape = x, global_shape(source.topology, spec, x.shape, what="reshard: block")
     else:
-        raise ArrayTypeError(NO_BLOCK.format(rank=ends.rank, source=source.label, found=_shown(x)), found=x)
+        raise ArrayTypeError(NO_BLOCK.format(rank=ends.rank, source=source.label, found=_describe(x)), found=x)
     if len(shape) > _MOST_DIMS:
         raise ShapeError(f"reshard: {len(shape)} dims. At most {_MOST_DIMS} can move: flatten some.", shape=shape)
     return block, _Head(isinstance(x, DTensor), block.requires_grad, block.dtype, shape)
@@ -257,7 +259,7 @@ def as_said(x: DTensor, source: "TorchState", spec: P) -> DTensor:
     return laid_out
 
 
-def _said(head: _Head) -> list[int]:
+def _head_to_tensor(head: _Head) -> list[int]:
     numbers = [head.is_global, head.needs_gradient, _DTYPES.index(head.dtype), len(head.shape), *head.shape]
     return [int(number) for number in (*numbers, *[0] * (_HEAD_SIZE - len(numbers)))]
 
@@ -274,5 +276,5 @@ def _is_tie(x: Any) -> bool:
     return x is None or (isinstance(x, Tensor) and not isinstance(x, DTensor) and x.shape == (0,))
 
 
-def _shown(x: Any) -> str:
+def _describe(x: Any) -> str:
     return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__qualname__}"

@@ -6,12 +6,12 @@ What is exchanged is in `eager` and `traced`.
 import torch
 
 
-def fronted(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+def bring_to_front(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Return a view (count, ...) of the blocks of a dim."""
     return torch.unflatten(x, dim, (count, x.shape[dim] // count)).movedim(dim, 0)
 
 
-def joined(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+def join_blocks(blocks: torch.Tensor, dim: int) -> torch.Tensor:
     """Return blocks (count, ...) concatenated along a dim, contiguous; a copy unless they lie so already."""
     return blocks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 

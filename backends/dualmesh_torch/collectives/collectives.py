@@ -20,8 +20,8 @@ from dualmesh.runtime.debug import call_site, switch
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.collectives import eager, exchanges, pending, traced
-from dualmesh_torch.collectives.dtypes import KINDS, resolved
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.dtypes import KINDS, resolve_memory
+from dualmesh_torch.collectives.group_member import GroupMember
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -35,12 +35,12 @@ class TorchCollectives(Collectives):
 
     def __init__(self, state: "TorchState") -> None:
         self._state = state
-        self._parties: AxisTable = AxisTable(state.party)
+        self._parties: AxisTable = AxisTable(state.member)
         self._is_simulated = not state.is_real
 
-    def know(self, axis: Axis, party: Party) -> None:
+    def know(self, axis: Axis, member: GroupMember) -> None:
         """Keep the group of an axis that exists from the start. *Local.*"""
-        self._parties[axis] = party
+        self._parties[axis] = member
 
     def clear(self) -> None:
         """Forget the groups. *Local.*"""
@@ -120,28 +120,28 @@ class TorchCollectives(Collectives):
         return float(x.detach())
 
     def started(self, verb: str, x: Any, axis: Axis, **settings: Any) -> Pending:
-        party: Party = self._parties[axis]
+        member: GroupMember = self._parties[axis]
         if torch.compiler.is_compiling() or not x.numel():
             return super().started(verb, x, axis, **settings)
         if private.dual_level() >= 0:
             _refuse_dual(verb, x, axis)
-        work = pending.started(verb, resolved(x.detach()), party, **settings)
+        work = pending.start(verb, resolve_memory(x.detach()), member, **settings)
         if x.requires_grad and torch.is_grad_enabled():
             return pending.UnderWay(
-                work, lambda result: _apply(x, call(verb, axis, party.size, **settings), party, result)
+                work, lambda result: _apply(x, call(verb, axis, member.size, **settings), member, result)
             )
         return pending.UnderWay(work)
 
     def _applied(self, verb: str, x: Tensor, axis: Axis, settings: dict[str, Any]) -> Tensor:
-        party: Party = self._parties[axis]
+        member: GroupMember = self._parties[axis]
         if torch.compiler.is_compiling():
-            return traced.applied(verb, x, axis, party, settings)
+            return traced.apply_collective(verb, x, axis, member, settings)
         if private.dual_level() >= 0:
             _refuse_dual(verb, x, axis)
         if x.requires_grad and torch.is_grad_enabled():
-            found: Tensor = _apply(x, _call(verb, axis, party.size, **settings), party, None)
+            found: Tensor = _apply(x, _call(verb, axis, member.size, **settings), member, None)
             return found
-        return _moved(verb, x, party, settings)
+        return _move(verb, x, member, settings)
 
 
 def _refuse_dual(verb: str, x: Tensor, axis: Axis) -> None:
@@ -154,23 +154,23 @@ def _refuse_dual(verb: str, x: Tensor, axis: Axis) -> None:
         )
 
 
-def _moved(verb: str, x: Tensor, party: Party, settings: dict[str, Any]) -> Tensor:
+def _move(verb: str, x: Tensor, member: GroupMember, settings: dict[str, Any]) -> Tensor:
     if x.is_neg() or x.is_conj():
-        x = resolved(x)
+        x = resolve_memory(x)
     if switch.on:
-        exchanges.compare(f"ops.{verb}", party, x, _forward.site, **settings)
+        exchanges.compare(f"ops.{verb}", member, x, _forward.site, **settings)
     try:
-        return eager.VERBS[verb](x, party, **settings)
+        return eager.VERBS[verb](x, member, **settings)
     except RuntimeError as error:
-        exchanges.refuse_failure(f"ops.{verb}", party, error)
+        exchanges.refuse_failure(f"ops.{verb}", member, error)
         raise
 
 
-def _carried_out(x: Tensor, what: Call, party: Party, result: Tensor | None) -> Tensor:
+def _carried_out(x: Tensor, what: Call, member: GroupMember, result: Tensor | None) -> Tensor:
     """Return what a collective makes of a block, or `result` where it has run already."""
     if result is not None:
         return result.detach()
-    found = _moved(what.verb, x, party, dict(what.settings))
+    found = _move(what.verb, x, member, dict(what.settings))
     return found if what.scale == 1.0 else found * what.scale
 
 
@@ -188,23 +188,23 @@ class _Linear(torch.autograd.Function):
     """Any collective and, as its gradient, the one that the op table names."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Call, party: Party, result: Tensor | None) -> Tensor:
-        ctx.held = forward, party, f"the backward of {call_site('torch')}" if switch.on else None
-        found = _carried_out(x, forward, party, result)
+    def forward(ctx: Any, x: Tensor, forward: Call, member: GroupMember, result: Tensor | None) -> Tensor:
+        ctx.held = forward, member, f"the backward of {call_site('torch')}" if switch.on else None
+        found = _carried_out(x, forward, member, result)
         # What a function returns may be changed in place only where it is no view.
         return found.detach() if private.is_view(found) and forward.verb != "enter" else found
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        forward, party, site = ctx.held
+        forward, member, site = ctx.held
         (cotangent,) = cotangents
         if torch.compiler.is_compiling():
-            return traced.backward(cotangent, forward, party), None, None, None
+            return traced.backward(cotangent, forward, member), None, None, None
         # The graph of a gradient is kept only where gradients of gradients are asked for.
         run = _apply if torch.is_grad_enabled() and cotangent.requires_grad else _carried_out
         _forward.site = site
         try:
-            return run(cotangent, forward.backward, party, None), None, None, None
+            return run(cotangent, forward.backward, member, None), None, None, None
         finally:
             _forward.site = None
 

@@ -38,12 +38,12 @@ def tell_when_forked(state: "TorchState") -> None:
     _states.add(state)
 
 
-def _forked() -> None:
+def _mark_forked() -> None:
     for state in list(_states):
         state.forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_mark_forked)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -60,10 +60,10 @@ def _refusing() -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _ask_several_processes() -> str | None:
-    return single_process.several_processes()
+    return single_process.find_several_processes()
 
 
-@torch.compiler.substitute_in_graph(single_process.several_processes)
+@torch.compiler.substitute_in_graph(single_process.find_several_processes)
 def _several_processes() -> str | None:
     found: str | None = _ask_several_processes()  # it reads the environment
     return found

@@ -27,12 +27,12 @@ KINDS: dict[torch.dtype, Kind] = {
 }
 
 
-def resolved(x: torch.Tensor) -> torch.Tensor:
+def resolve_memory(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds its values: conjugates and negatives may be marks on another's memory."""
     return x.resolve_conj().resolve_neg()
 
 
-def carried(x: torch.Tensor) -> torch.Tensor:
+def to_carried(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous array with at least one dim as something that every communication backend carries."""
     # Flat in between: a dim of size 1 may have any stride in a contiguous array, which no other dtype can be seen in.
     return x if x.dtype in _CARRIED else x.view(-1).view(x.shape).view(torch.uint8)
@@ -43,8 +43,8 @@ def wire(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in _CARRIED else x.view(-1).view(torch.uint8)
 
 
-def uncarried(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Take `carried` back on what arrived."""
+def from_carried(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Take `to_carried` back on what arrived."""
     return x if x.dtype == dtype else x.view(dtype)
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from dualmesh_torch.collectives import ragged, tensor_parallel
-from dualmesh_torch.collectives.block_layout import fronted, gathered_shape, joined
-from dualmesh_torch.collectives.dtypes import carried, summable, summable_copy, uncarried, unsummable, wire
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.block_layout import bring_to_front, gathered_shape, join_blocks
+from dualmesh_torch.collectives.dtypes import from_carried, summable, summable_copy, to_carried, unsummable, wire
+from dualmesh_torch.collectives.group_member import GroupMember
 from dualmesh_torch.collectives.ragged import Counts
 from dualmesh_torch.private import gather, scatter
 
@@ -38,86 +38,86 @@ _from: Any = lru_cache(256)(lambda index: _options(dist.BroadcastOptions, rootRa
 _to: Any = lru_cache(256)(lambda index: _options(dist.ReduceOptions, rootRank=index, reduceOp=_SUM))
 
 
-def all_reduce(x: Tensor, party: Party, *, op: str) -> Tensor:
+def all_reduce(x: Tensor, member: GroupMember, *, op: str) -> Tensor:
     """Reduce elementwise."""
     total = summable_copy("ops.all_reduce", x)
     if total.numel():
-        party.group.allreduce([total], _REDUCED[op]).wait()
+        member.group.allreduce([total], _REDUCED[op]).wait()
     if op == "mean":
-        total.div_(party.size)
+        total.div_(member.size)
     return unsummable(total, x.dtype)
 
 
-def all_gather(x: Tensor, party: Party, *, dim: int) -> Tensor:
+def all_gather(x: Tensor, member: GroupMember, *, dim: int) -> Tensor:
     """Concatenate along a dim."""
     if not x.numel():
-        return x.new_empty(gathered_shape(x, dim, party.size))
-    sent = carried(x.contiguous())
-    blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
-    gather(blocks, sent, group=party.group)
-    found = uncarried(blocks, x.dtype)
-    return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
+        return x.new_empty(gathered_shape(x, dim, member.size))
+    sent = to_carried(x.contiguous())
+    blocks = sent.new_empty((member.size * sent.shape[0], *sent.shape[1:]))
+    gather(blocks, sent, group=member.group)
+    found = from_carried(blocks, x.dtype)
+    return found if dim == 0 else join_blocks(torch.unflatten(found, 0, (member.size, x.shape[0])), dim)
 
 
-def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Tensor:
+def reduce_scatter(x: Tensor, member: GroupMember, *, dim: int, op: str) -> Tensor:
     """Reduce, keep block `index`."""
-    blocks = summable("ops.reduce_scatter", x if dim == 0 else fronted(x, dim, party.size).flatten(0, 1))
-    total = blocks.new_empty((blocks.shape[0] // party.size, *blocks.shape[1:]))
+    blocks = summable("ops.reduce_scatter", x if dim == 0 else bring_to_front(x, dim, member.size).flatten(0, 1))
+    total = blocks.new_empty((blocks.shape[0] // member.size, *blocks.shape[1:]))
     if total.numel():
-        scatter(total, blocks, _SUM, group=party.group)
+        scatter(total, blocks, _SUM, group=member.group)
     if op == "mean":
-        total.div_(party.size)
+        total.div_(member.size)
     return unsummable(total, x.dtype)
 
 
-def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> Tensor:
+def all_to_all(x: Tensor, member: GroupMember, *, split_dim: int, concat_dim: int) -> Tensor:
     """Trade blocks of one dim for blocks of another."""
-    sent = fronted(x, split_dim, party.size).contiguous()
+    sent = bring_to_front(x, split_dim, member.size).contiguous()
     found = torch.empty_like(sent)
     if sent.numel():
-        dist.all_to_all_single(wire(found), wire(sent), group=party.group)
-    return joined(found, concat_dim)
+        dist.all_to_all_single(wire(found), wire(sent), group=member.group)
+    return join_blocks(found, concat_dim)
 
 
-def broadcast(x: Tensor, party: Party, *, src: int) -> Tensor:
+def broadcast(x: Tensor, member: GroupMember, *, src: int) -> Tensor:
     """Return the bits of index `src`."""
-    is_source = party.index == src
+    is_source = member.index == src
     found = (torch.clone if is_source else torch.empty_like)(x, memory_format=torch.contiguous_format)
     if x.numel():
-        party.group.broadcast([wire(found)], _from(src)).wait()
+        member.group.broadcast([wire(found)], _from(src)).wait()
     return found
 
 
-def reduce(x: Tensor, party: Party, *, src: int) -> Tensor:
+def reduce(x: Tensor, member: GroupMember, *, src: int) -> Tensor:
     """Sum to index `src`, zeros elsewhere: the transpose of `broadcast`."""
     total = summable_copy("ops.broadcast", x)
     if total.numel():
-        party.group.reduce([total], _to(src)).wait()
-    return unsummable(total if party.index == src else total.zero_(), x.dtype)
+        member.group.reduce([total], _to(src)).wait()
+    return unsummable(total if member.index == src else total.zero_(), x.dtype)
 
 
-def permute(x: Tensor, party: Party, *, pairs: Pairs) -> Tensor:
+def permute(x: Tensor, member: GroupMember, *, pairs: Pairs) -> Tensor:
     """Send to a pair's dst, receive from a pair's src, zeros where there is none."""
-    target, source = dict(pairs).get(party.index), {dst: src for src, dst in pairs}.get(party.index)
-    return _sent(x, party, target, source)
+    target, source = dict(pairs).get(member.index), {dst: src for src, dst in pairs}.get(member.index)
+    return _send(x, member, target, source)
 
 
-def shift(x: Tensor, party: Party, *, offset: int, wrap: bool) -> Tensor:
+def shift(x: Tensor, member: GroupMember, *, offset: int, wrap: bool) -> Tensor:
     """Send `offset` indices on, around the end or zeros where nothing comes."""
-    return _sent(x, party, party.at(party.index + offset, wrap), party.at(party.index - offset, wrap))
+    return _send(x, member, member.at(member.index + offset, wrap), member.at(member.index - offset, wrap))
 
 
-def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
-    if source == party.index and party.is_gloo:
+def _send(x: Tensor, member: GroupMember, target: int | None, source: int | None) -> Tensor:
+    if source == member.index and member.is_gloo:
         return x.clone(memory_format=torch.contiguous_format)
     sent = x.contiguous()
     found = torch.zeros_like(sent) if source is None else torch.empty_like(sent)
     if not x.numel():
         return found
-    if not party.is_gloo:
-        return _sent_by_all(sent, found, party, target, source)
-    arriving = None if source is None else party.group.recv([wire(found)], source, 0)
-    leaving = None if target is None else party.group.send([wire(sent)], target, 0)
+    if not member.is_gloo:
+        return _sent_by_all(sent, found, member, target, source)
+    arriving = None if source is None else member.group.recv([wire(found)], source, 0)
+    leaving = None if target is None else member.group.send([wire(sent)], target, 0)
     if arriving is not None:
         arriving.wait()
     if leaving is not None:
@@ -125,25 +125,25 @@ def _sent(x: Tensor, party: Party, target: int | None, source: int | None) -> Te
     return found
 
 
-def _sent_by_all(sent: Tensor, found: Tensor, party: Party, target: int | None, source: int | None) -> Tensor:
+def _sent_by_all(sent: Tensor, found: Tensor, member: GroupMember, target: int | None, source: int | None) -> Tensor:
     """Send by an exchange that every index takes part in: NCCL sets up its communicator with all of them."""
     count = _flat(sent).numel()
-    out = [count if index == source else 0 for index in range(party.size)]
-    into = [count if index == target else 0 for index in range(party.size)]
+    out = [count if index == source else 0 for index in range(member.size)]
+    into = [count if index == target else 0 for index in range(member.size)]
     moved = _flat(sent) if target is not None else _flat(sent)[:0]
     arrived = _flat(found) if source is not None else _flat(found)[:0]
-    dist.all_to_all_single(arrived, moved, out, into, group=party.group)
+    dist.all_to_all_single(arrived, moved, out, into, group=member.group)
     return found
 
 
 def _flat(x: Tensor) -> Tensor:
-    return carried(x.view(-1))
+    return to_carried(x.view(-1))
 
 
-def traded(rows: Tensor, party: Party, into: Counts, out: Counts) -> Tensor:
+def trade_rows(rows: Tensor, member: GroupMember, into: Counts, out: Counts) -> Tensor:
     """Send `out[i]` rows to index i, receive `into[i]` rows from it."""
     found = rows.new_empty((sum(into), rows.shape[1]))
-    dist.all_to_all_single(found, rows, list(into), list(out), group=party.group)
+    dist.all_to_all_single(found, rows, list(into), list(out), group=member.group)
     return found
 
 
@@ -156,7 +156,7 @@ VERBS: dict[str, Callable[..., Tensor]] = {
     "reduce": reduce,
     "permute": permute,
     "shift": shift,
-    "ragged_all_to_all": partial(ragged.all_to_all, traded),
+    "ragged_all_to_all": partial(ragged.all_to_all, trade_rows),
     "enter": tensor_parallel.enter,
     "leave": partial(tensor_parallel.leave, all_reduce),
 }

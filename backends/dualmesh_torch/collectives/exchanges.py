@@ -13,9 +13,9 @@ from dualmesh.errors import DualmeshError, GroupTimeoutError, LostPeerError, lis
 from dualmesh.runtime.agreement import Matter, find_left, roll_call
 from dualmesh.runtime.debug import call_site, switch
 from dualmesh_torch import private
-from dualmesh_torch.agreement import TorchStore, agreed
+from dualmesh_torch.agreement import TorchStore, agree_in_store
 from dualmesh_torch.bounded import PATIENCE_S, within
-from dualmesh_torch.collectives.group_member import Everyone, Party
+from dualmesh_torch.collectives.group_member import GroupMember, MeshMembers
 
 ROLL_CALL_S = 1.0
 """How long a rank whose exchange failed waits for word from the others."""
@@ -29,7 +29,9 @@ _CURE = (
 )
 
 
-def compare(verb: str, party: Party | Everyone, x: Any = None, site: str | None = None, **settings: Any) -> None:
+def compare(
+    verb: str, member: GroupMember | MeshMembers, x: Any = None, site: str | None = None, **settings: Any
+) -> None:
     """Return once all ranks of a group are about to do the same. *Collective over the group*, with a timeout.
 
     Args:
@@ -42,28 +44,28 @@ def compare(verb: str, party: Party | Everyone, x: Any = None, site: str | None 
         AgreementError: They are not; the message says what each does, and where.
         GroupTimeoutError: Some do not come; the message says where they were last.
     """
-    store = party.pool.own_store()
-    if party.size == 1 or verb == "ops.enter" or store is None:
+    store = member.pool.own_store()
+    if member.size == 1 or verb == "ops.enter" or store is None:
         return
     unequal = verb in _UNEQUAL
     said = ", ".join(f"{name}={value!r}" for name, value in settings.items() if not unequal)
-    said = f"{party.words}: {verb}({said})"
+    said = f"{member.words}: {verb}({said})"
     if isinstance(x, torch.Tensor):
         shape = tuple(x.shape[1:] if unequal else x.shape)
         said += f" of {str(x.dtype).removeprefix('torch.')}{list(shape)}"
     matter = Matter(
-        f"debug mode, {verb} over ranks {listed(party.ranks)}",
-        *(party.ranks, party.pool.rank, said),
+        f"debug mode, {verb} over ranks {listed(member.ranks)}",
+        *(member.ranks, member.pool.rank, said),
         beside=f", at {site or call_site('torch')}",
-        topic=f"/{party.name}",
+        topic=f"/{member.name}",
         is_traced=True,
         undone="Nothing was sent.",
         cure=_CURE,
     )
-    agreed(TorchStore(store, party.pool.session), matter)
+    agree_in_store(TorchStore(store, member.pool.session), matter)
 
 
-def refuse_failure(verb: str, party: Party | Everyone, error: BaseException) -> None:
+def refuse_failure(verb: str, member: GroupMember | MeshMembers, error: BaseException) -> None:
     """Say in dualmesh's words what torch could not exchange; return where that was not the reason. *Local.*
 
     Waits up to a second for word from the other ranks, so that who is silent can be named.
@@ -74,9 +76,9 @@ def refuse_failure(verb: str, party: Party | Everyone, error: BaseException) -> 
     """
     if isinstance(error, DualmeshError) or not private.is_lost_exchange(error):
         return
-    ranks, me = party.ranks, party.pool.rank
+    ranks, me = member.ranks, member.pool.rank
     late = _LATE if private.is_timeout(error) else ""
-    words = _roll_call(party, ranks, f"{verb} at {call_site('torch')}{late}")
+    words = _roll_call(member, ranks, f"{verb} at {call_site('torch')}{late}")
     # Who gives up closes its connections, so others are told of that first.
     kind = GroupTimeoutError if late or any(_LATE in said for said in (words or {}).values()) else LostPeerError
     silent = [rank for rank in ranks if words is not None and rank not in words] if len(ranks) <= _MOST_NAMED else []
@@ -87,15 +89,15 @@ def refuse_failure(verb: str, party: Party | Everyone, error: BaseException) -> 
         others = [f"rank {rank} in {said}" for rank, said in words.items() if rank != me]
         told = f" It failed too on {listed(others)}." if others else ""
         told += f" No word from {'rank' if len(silent) == 1 else 'ranks'} {listed(silent)}." if silent else ""
-        left = _find_left(party, silent)
+        left = _find_left(member, silent)
         told += f" {'Rank' if len(left) == 1 else 'Ranks'} {listed(left)} left the session." if left else ""
     raise kind(
-        f"{verb}: {party.words}: the exchange over ranks {listed(ranks)} failed on rank {me}: "
+        f"{verb}: {member.words}: the exchange over ranks {listed(ranks)} failed on rank {me}: "
         f"{_first_sentence(error)}.{told} A rank died, left, or did not "
         f"call the same. The group is broken: end the world on every rank and start it anew. To see which call of "
         f"which rank does not match, run with DUALMESH_DEBUG=1.",
-        state=party.state,
-        axis=party.axis,
+        state=member.state,
+        axis=member.axis,
         ranks=ranks,
         silent=tuple(silent),
         words=words,
@@ -107,23 +109,23 @@ def _first_sentence(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0].rstrip(".")
 
 
-def _roll_call(party: Party | Everyone, ranks: tuple[int, ...], said: str) -> dict[int, str] | None:
+def _roll_call(member: GroupMember | MeshMembers, ranks: tuple[int, ...], said: str) -> dict[int, str] | None:
     """Return what the ranks say whose exchange failed too, this one included; None where the store is gone."""
     if len(ranks) > _MOST_NAMED:
-        ranks = (party.pool.rank,)
+        ranks = (member.pool.rank,)
     try:
         store = private.default_store()
-        words = TorchStore(store, party.pool.session)
+        words = TorchStore(store, member.pool.session)
         return within(
-            ROLL_CALL_S + PATIENCE_S, lambda: roll_call(words, party.name, ranks, party.pool.rank, said, ROLL_CALL_S)
+            ROLL_CALL_S + PATIENCE_S, lambda: roll_call(words, member.name, ranks, member.pool.rank, said, ROLL_CALL_S)
         )
     except (RuntimeError, ValueError, AttributeError):  # no world any more, or a torch that does not hand it out
         return None
 
 
-def _find_left(party: Party | Everyone, ranks: Sequence[int]) -> list[int]:
+def _find_left(member: GroupMember | MeshMembers, ranks: Sequence[int]) -> list[int]:
     try:
-        words = TorchStore(private.default_store(), party.pool.session)
+        words = TorchStore(private.default_store(), member.pool.session)
         return within(PATIENCE_S, lambda: find_left(words, ranks)) if ranks else []
     except (RuntimeError, ValueError, AttributeError):
         return []
@@ -134,9 +136,9 @@ class exchange:
 
     __slots__ = ("_party", "_settings", "_verb", "_x")
 
-    def __init__(self, verb: str, party: Party | Everyone, x: Any = None, **settings: Any) -> None:
+    def __init__(self, verb: str, member: GroupMember | MeshMembers, x: Any = None, **settings: Any) -> None:
         self._verb = verb
-        self._party = party
+        self._party = member
         self._x = x
         self._settings = settings
 

@@ -1,6 +1,6 @@
-"""`Party`: this rank's place in a process group, remembered by forward for backward.
+"""`GroupMember`: this rank's place in a process group, remembered by forward for backward.
 
-`Everyone` stands for all ranks of a mesh, where torch itself picks the groups.
+`MeshMembers` stands for all ranks of a mesh, where torch itself picks the groups.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
 
 
-class Party:
+class GroupMember:
     """A group, its name (a constant in compiled graphs), its size, this rank's index in it, and whose it is."""
 
     __slots__ = ("axis", "group", "index", "is_gloo", "name", "pool", "size", "state")
@@ -56,7 +56,7 @@ class Party:
         return label if self.axis is None else f"{label}, axis {self.axis!r}"
 
 
-class Everyone:
+class MeshMembers:
     """All ranks of a device mesh that a state uses, where torch picks the groups."""
 
     __slots__ = ("axis", "mesh", "pool", "state")

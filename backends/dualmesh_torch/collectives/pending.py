@@ -12,10 +12,10 @@ import torch.distributed as dist
 from dualmesh.backend.pending import Pending
 from dualmesh_torch import private
 from dualmesh_torch.collectives import eager, exchanges
-from dualmesh_torch.collectives.block_layout import fronted, joined
-from dualmesh_torch.collectives.dtypes import carried, summable, summable_copy, uncarried, unsummable
+from dualmesh_torch.collectives.block_layout import bring_to_front, join_blocks
+from dualmesh_torch.collectives.dtypes import from_carried, summable, summable_copy, to_carried, unsummable
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 
 Tensor = torch.Tensor
 Started = tuple[Any, tuple[Tensor, ...], Callable[[], Tensor]]
@@ -25,10 +25,10 @@ Started = tuple[Any, tuple[Tensor, ...], Callable[[], Tensor]]
 class _Watched:
     """Work whose failure is said in dualmesh's words."""
 
-    def __init__(self, work: Any, verb: str, party: Party) -> None:
+    def __init__(self, work: Any, verb: str, member: GroupMember) -> None:
         self._work = work
         self._verb = verb
-        self._party = party
+        self._party = member
 
     def wait(self) -> None:
         try:
@@ -56,48 +56,48 @@ class UnderWay(Pending):
         return self._result
 
 
-def all_reduce(x: Tensor, party: Party, *, op: str) -> Started:
+def all_reduce(x: Tensor, member: GroupMember, *, op: str) -> Started:
     """Start to reduce elementwise."""
     total = summable_copy("ops.all_reduce", x)
-    work = dist.all_reduce(total, eager.OPS[op], group=party.group, async_op=True)
-    return work, (total,), lambda: unsummable(total.div_(party.size) if op == "mean" else total, x.dtype)
+    work = dist.all_reduce(total, eager.OPS[op], group=member.group, async_op=True)
+    return work, (total,), lambda: unsummable(total.div_(member.size) if op == "mean" else total, x.dtype)
 
 
-def all_gather(x: Tensor, party: Party, *, dim: int) -> Started:
+def all_gather(x: Tensor, member: GroupMember, *, dim: int) -> Started:
     """Start to concatenate along a dim."""
-    sent = carried(x.contiguous())
-    blocks = sent.new_empty((party.size * sent.shape[0], *sent.shape[1:]))
-    work = private.gather(blocks, sent, group=party.group, async_op=True)
+    sent = to_carried(x.contiguous())
+    blocks = sent.new_empty((member.size * sent.shape[0], *sent.shape[1:]))
+    work = private.gather(blocks, sent, group=member.group, async_op=True)
 
     def made() -> Tensor:
-        found = uncarried(blocks, x.dtype)
-        return found if dim == 0 else joined(torch.unflatten(found, 0, (party.size, x.shape[0])), dim)
+        found = from_carried(blocks, x.dtype)
+        return found if dim == 0 else join_blocks(torch.unflatten(found, 0, (member.size, x.shape[0])), dim)
 
     return work, (sent, blocks), made
 
 
-def reduce_scatter(x: Tensor, party: Party, *, dim: int, op: str) -> Started:
+def reduce_scatter(x: Tensor, member: GroupMember, *, dim: int, op: str) -> Started:
     """Start to reduce and scatter."""
-    blocks = summable("ops.reduce_scatter", fronted(x, dim, party.size))
+    blocks = summable("ops.reduce_scatter", bring_to_front(x, dim, member.size))
     total = blocks.new_empty(blocks.shape[1:])
-    work = private.scatter(total.view(-1), blocks.view(-1), dist.ReduceOp.SUM, group=party.group, async_op=True)
-    return work, (blocks, total), lambda: unsummable(total.div_(party.size) if op == "mean" else total, x.dtype)
+    work = private.scatter(total.view(-1), blocks.view(-1), dist.ReduceOp.SUM, group=member.group, async_op=True)
+    return work, (blocks, total), lambda: unsummable(total.div_(member.size) if op == "mean" else total, x.dtype)
 
 
-def all_to_all(x: Tensor, party: Party, *, split_dim: int, concat_dim: int) -> Started:
+def all_to_all(x: Tensor, member: GroupMember, *, split_dim: int, concat_dim: int) -> Started:
     """Start to trade blocks of one dim for blocks of another."""
-    sent = fronted(x, split_dim, party.size).contiguous()
+    sent = bring_to_front(x, split_dim, member.size).contiguous()
     found = torch.empty_like(sent)
-    into, out = carried(found.view(-1)), carried(sent.view(-1))
-    work = dist.all_to_all_single(into, out, group=party.group, async_op=True)
-    return work, (sent, found), lambda: joined(found, concat_dim)
+    into, out = to_carried(found.view(-1)), to_carried(sent.view(-1))
+    work = dist.all_to_all_single(into, out, group=member.group, async_op=True)
+    return work, (sent, found), lambda: join_blocks(found, concat_dim)
 
 
-def started(verb: str, x: Tensor, party: Party, **settings: Any) -> Started:
+def start(verb: str, x: Tensor, member: GroupMember, **settings: Any) -> Started:
     """Start a collective. *Collective over the group*; waits for nobody, except in debug mode."""
-    with exchange(f"ops.{verb}", party, x, **settings):
-        work, held, made = STARTS[verb](x, party, **settings)
-    return _Watched(work, f"ops.{verb}", party), held, made
+    with exchange(f"ops.{verb}", member, x, **settings):
+        work, held, made = STARTS[verb](x, member, **settings)
+    return _Watched(work, f"ops.{verb}", member), held, made
 
 
 STARTS: dict[str, Callable[..., Started]] = {

@@ -17,7 +17,7 @@ from dualmesh.sharding import placements
 from dualmesh.sharding.partition_spec import P, check_axes
 from dualmesh.topology.communicators import lane_of
 from dualmesh.topology.layout import Digit, Layout
-from dualmesh.topology.roles import expanded, replica_axes
+from dualmesh.topology.roles import expand_axes, replica_axes
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private
 from dualmesh_torch.mesh.named_mesh import NamedMesh
@@ -122,7 +122,7 @@ class Meshes:
                 f"array out with dm.distribute or dm.constrain.",
                 mesh=mesh,
             )
-        return placements.spec_for(self._state.topology, [_planned(one) for one in native], digits)
+        return placements.spec_for(self._state.topology, [_placement_plan(one) for one in native], digits)
 
     def _digits_of(self, mesh: DeviceMesh) -> tuple[Digit, ...] | None:
         """Return a mesh's dims as digits of a rank's place in the state, or None: they are none."""
@@ -154,10 +154,10 @@ class Meshes:
         axes = list(topology.base_axes)
         if view is None:
             return tuple(axes)
-        spanned = set(expanded(topology, topology.spec.views[view].over))
+        spanned = set(expand_axes(topology, topology.spec.views[view].over))
         start = min(axes.index(name) for name in spanned)
         named = replica_axes(topology, view) if called else ()
-        names = {run[0]: name for name in named if len(run := expanded(topology, (name,))) == 1}
+        names = {run[0]: name for name in named if len(run := expand_axes(topology, (name,))) == 1}
         before, after = (
             [names.get(name, name) for name in part if name not in spanned] for part in (axes[:start], axes[start:])
         )
@@ -177,7 +177,7 @@ class Meshes:
         topology = self._state.topology
         axes: tuple[Axis, ...] = topology.base_axes
         for part in ("params", "replicate"):
-            run = expanded(topology, topology.spec.roles.get(part, ()))
+            run = expand_axes(topology, topology.spec.roles.get(part, ()))
             starts = [i for i in range(len(axes)) if run and axes[i : i + len(run)] == run]
             if starts:
                 axes = (*axes[: starts[0]], self._named(run), *axes[starts[0] + len(run) :])
@@ -189,23 +189,23 @@ class Meshes:
         Where only one of them is larger than 1 it is that one, as VeOmni calls it, if wrappers may use its group.
         """
         topology = self._state.topology
-        run = expanded(topology, axes)
+        run = expand_axes(topology, axes)
         large = [name for name in run if topology.size(name) > 1] or list(run[:1])
         if len(run) == 1 or (len(large) == 1 and lane_of(topology, large[0]) == "param"):
             return large[0]
-        names = [name for name in topology.spec.combined if expanded(topology, (name,)) == run]
+        names = [name for name in topology.spec.combined if expand_axes(topology, (name,)) == run]
         return names[0] if names else run
 
     def _view_of(self, what: object, axes: Sequence[str]) -> str | None:
         """Return the view that axes belong to, None for base axes only; refuse axes of several factorisations."""
         topology = self._state.topology
-        used = set(expanded(topology, axes))
+        used = set(expand_axes(topology, axes))
         views = {name: view for name, view in topology.spec.named_views if used & set(view.axes)}
         if not views:
             return None
         found = [f"view {name!r}" for name in views]
         view = next(iter(views.values()))
-        found += sorted(map(repr, used & set(expanded(topology, view.over)) - set(view.axes)))
+        found += sorted(map(repr, used & set(expand_axes(topology, view.over)) - set(view.axes)))
         if len(found) > 1:
             raise ShardingError(
                 f"{what!r} mixes axes of {listed(found)}, which factor the same ranks in different ways. A mesh and a "
@@ -269,7 +269,7 @@ def _native(planned: placements.Placement, spec: P) -> Placement:
     return placement
 
 
-def _planned(native: Placement) -> placements.Placement:
+def _placement_plan(native: Placement) -> placements.Placement:
     factor = private.split_factor_of(native)
     if factor is not None:
         return placements.StridedShard(native.dim, factor)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ OTHER_MODEL = (
 )
 
 
-class Sketch:
+class MetaModel:
     """A model without memory, and the number of every parameter: its place among those that `fn` registered."""
 
     def __init__(self, model: Any, count: int) -> None:
@@ -44,21 +44,21 @@ class Sketch:
         return {getattr(parameter, _NUMBER): spec for parameter, spec in pairs}
 
 
-def sketched(fn: Callable[..., Any], args: Sequence[Any]) -> Sketch:
+def init_on_meta(fn: Callable[..., Any], args: Sequence[Any]) -> MetaModel:
     """Return what `fn` makes on the meta device; draws no random numbers. *Local.*"""
     counter = _Counter()
     with torch.random.fork_rng(devices=[]), torch.device("meta"), counter.counting():
         model = fn(*args)
-    return Sketch(model, counter.count)
+    return MetaModel(model, counter.count)
 
 
-def born(fn: Callable[..., Any], args: Sequence[Any], specs: dict[int, P], cut: Cut, count: int) -> nn.Module:
+def materialize(fn: Callable[..., Any], args: Sequence[Any], specs: dict[int, P], cut: Cut, count: int) -> nn.Module:
     """Return the module that `fn` makes, sharded. *Local.*
 
     Raises:
         ShardingError: It registered another number of parameters than the sketch.
     """
-    nursery = _Nursery(specs, cut)
+    nursery = _Materializer(specs, cut)
     with nursery.counting(), nursery.cutting(), _Exact():
         module: nn.Module = fn(*args)
         nursery.cut_all(module)
@@ -90,7 +90,7 @@ class _Counter:
         return None
 
 
-class _Nursery(_Counter):
+class _Materializer(_Counter):
     """Cuts the parameters of a module when its parent takes it: from then on nobody sees them whole."""
 
     def __init__(self, specs: dict[int, P], cut: Cut) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from dualmesh.errors import ShardingError, listed
 from dualmesh.sharding.param_paths import Pattern
 from dualmesh.sharding.partition_spec import P, split_axes
-from dualmesh.topology.roles import expanded, has_token_roles, param_axes, replica_axes, token_axes
+from dualmesh.topology.roles import expand_axes, has_token_roles, param_axes, replica_axes, token_axes
 from dualmesh.topology.topology import Axis
 from dualmesh_torch.arrays.copies import make_up, summed_ranks
 
@@ -61,7 +61,7 @@ class _Split(NamedTuple):
     view: str | None
 
 
-def wrapped(
+def wrap_units(
     model: nn.Module,
     specs: Mapping[nn.Parameter, P],
     units: Mapping[str, tuple[str, ...] | None],
@@ -117,7 +117,7 @@ def _plan(
     splits: dict[nn.Parameter, _Split] = {}
     first: tuple[str, _Split] | None = None
     for path, (parameter, spec) in parameters.items():
-        split = splits[parameter] = _split(unit, path, spec, asked, state)
+        split = splits[parameter] = _split_axes(unit, path, spec, asked, state)
         first = first or (path, split)
         if split.axes != first[1].axes:
             raise ShardingError(
@@ -130,9 +130,9 @@ def _plan(
     return splits
 
 
-def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: "TorchState") -> _Split:
+def _split_axes(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: "TorchState") -> _Split:
     topology = state.topology
-    used = {*expanded(topology, spec.axes), *expanded(topology, asked or ())}
+    used = {*expand_axes(topology, spec.axes), *expand_axes(topology, asked or ())}
     view = next((name for name, one in topology.spec.named_views if set(one.axes) & used), None)
     order = state.meshes.grid_of(view)
     named = asked or (topology.role("params") if view is None else param_axes(topology, view))
@@ -144,12 +144,12 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
             path=path,
             spec=spec,
         )
-    axes = expanded(topology, named)
+    axes = expand_axes(topology, named)
     large = tuple(name for name in axes if topology.size(name) > 1)
     dim: int | None = None
     before: dict[str, int] = {}
     for place, entry in enumerate(spec.entries):
-        inside = [name for name in expanded(topology, split_axes(entry)) if topology.size(name) > 1]
+        inside = [name for name in expand_axes(topology, split_axes(entry)) if topology.size(name) > 1]
         if large and tuple(inside[-len(large) :]) == large:
             dim, inside = place, inside[: -len(large)]
         if inside != sorted(inside, key=lambda name: order.index(name) if name in order else -1):
@@ -157,7 +157,7 @@ def _split(unit: str, path: str, spec: P, asked: tuple[str, ...] | None, state: 
                 AGAINST.format(path=path, spec=spec, dim=place, axes=listed(inside), order=listed(order)), spec=spec
             )
         before |= dict.fromkeys(inside, place)
-    kept = expanded(topology, replica_axes(topology, view))
+    kept = expand_axes(topology, replica_axes(topology, view))
     if (dim is None and large) or set(before) & {*axes, *kept}:
         raise ShardingError(
             NOT_SPLIT.format(axes=listed(axes), path=path, spec=spec, example=named[0] if len(named) == 1 else named),
@@ -173,7 +173,7 @@ def _refuse_other_sums(unit: str, path: str, spec: P, split: _Split, state: "Tor
     if not has_token_roles(topology):
         return  # nobody can tell: `sum_gradients` asks for the role
     own = state.own_rank()
-    kept = expanded(topology, replica_axes(topology, split.view))
+    kept = expand_axes(topology, replica_axes(topology, split.view))
     reduced = (*kept, *split.axes)
     runs = [state.ranks(axes) for axes in (kept, split.axes) if axes]
     wanted = summed_ranks(state, token_axes(topology), split.view)
@@ -245,12 +245,12 @@ def _replicas(view: str | None, state: "TorchState") -> Axis | None:
     """
     topology = state.topology
     named = replica_axes(topology, view)
-    kept = expanded(topology, named)
+    kept = expand_axes(topology, named)
     if topology.size(kept) == 1:
         return None
     grid = state.meshes.grid_of(view)
     # A name of the role's own comes first, unless the view spans what it stands for: meshes do not mix the two.
-    for name in (*(name for name in named if set(expanded(topology, (name,))) <= set(grid)), *grid):
+    for name in (*(name for name in named if set(expand_axes(topology, (name,))) <= set(grid)), *grid):
         if topology.layout(name) == topology.layout(kept):
             return name
     if not set(kept) <= set(grid):

@@ -14,7 +14,7 @@ from dualmesh.backend.plain_models import PlainModels
 from dualmesh.errors import ArrayTypeError
 from dualmesh.sharding.partition_spec import P, local_shape
 from dualmesh_torch import private
-from dualmesh_torch.arrays.assembly import assembled
+from dualmesh_torch.arrays.assembly import assemble
 from dualmesh_torch.models import deferred_init, fsdp
 
 if TYPE_CHECKING:
@@ -58,17 +58,17 @@ class TorchModels(PlainModels):
             return super().apply(model, specs, units_)
         specs_of = {parameter: spec for (_, parameter), spec in zip(self.parameters(model), specs, strict=True)}
         if units_:
-            return fsdp.wrapped(model, specs_of, units_, self._state, clean)
+            return fsdp.wrap_units(model, specs_of, units_, self._state, clean)
         replace(model, {old: self.laid_out(old, spec) for old, spec in specs_of.items()})
         return model
 
     def init(self, fn: Callable[..., Any], specs_of: Callable[[Any], Sequence[P]], args: Sequence[Any]) -> Any:
-        sketch = deferred_init.sketched(fn, args)
+        sketch = deferred_init.init_on_meta(fn, args)
         if not isinstance(sketch.model, nn.Module):
             return super().init(fn, specs_of, args)
         specs = specs_of(sketch.model)
         by_number = sketch.numbers([parameter for _, parameter in sketch.model.named_parameters()], specs)
-        return deferred_init.born(fn, args, by_number, self.laid_out, sketch.count)
+        return deferred_init.materialize(fn, args, by_number, self.laid_out, sketch.count)
 
     def laid_out(self, parameter: nn.Parameter, spec: P) -> nn.Parameter:
         """Return a parameter cut for this rank; one without memory stays so. *Local.*"""
@@ -86,7 +86,7 @@ class TorchModels(PlainModels):
         mesh, placements = self._state.sharding(spec)
         shape = tuple(leaf.shape)
         block = torch.empty(local_shape(self._state.topology, spec, shape), dtype=leaf.dtype, device=device)
-        return assembled(block, mesh, placements, shape)
+        return assemble(block, mesh, placements, shape)
 
 
 def clean(name: str) -> str:
@@ -98,7 +98,7 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def held_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Yield every place where a module holds a parameter itself: (owner, name, parameter), tied ones each time."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
@@ -107,7 +107,7 @@ def held(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 def replace(module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Put new parameters wherever the module holds the old ones. *Local.*"""
-    for owner, name, parameter in list(held(module)):
+    for owner, name, parameter in list(held_parameters(module)):
         if parameter in new:
             setattr(owner, name, new[parameter])
 

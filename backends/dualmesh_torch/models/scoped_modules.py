@@ -17,7 +17,7 @@ _STATE = "dualmesh_scope"
 _MARK = "dualmesh_is_scoped"
 
 
-def scoped(module: nn.Module, name_or_state: str | ParallelState) -> nn.Module:
+def scope_module(module: nn.Module, name_or_state: str | ParallelState) -> nn.Module:
     """Let a module's forward run in a state from now on; return the module. *Local.*"""
     setattr(module, _STATE, name_or_state)
     own = module.__dict__.get("forward")

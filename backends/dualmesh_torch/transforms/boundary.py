@@ -11,13 +11,13 @@ import torch
 
 from dualmesh.topology.topology import Axis
 from dualmesh_torch.collectives import eager
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 
 Tensor = torch.Tensor
-Shared = tuple[Axis, Party] | None
+Shared = tuple[Axis, GroupMember] | None
 
 
-def entered(blocks: Sequence[Tensor], shared: Sequence[Shared]) -> tuple[list[Tensor], Tensor]:
+def enter_blocks(blocks: Sequence[Tensor], shared: Sequence[Shared]) -> tuple[list[Tensor], Tensor]:
     """Return the blocks, gradients summed over the ranks that hold the same, and what ties results to them. *Local.*
 
     Args:
@@ -28,7 +28,7 @@ def entered(blocks: Sequence[Tensor], shared: Sequence[Shared]) -> tuple[list[Te
     return found, tie
 
 
-def tied(result: Tensor, tie: Tensor) -> Tensor:
+def tie_result(result: Tensor, tie: Tensor) -> Tensor:
     """Return a result whose backward reaches the inputs on every rank, used there or not. *Local.*"""
     if not (result.is_floating_point() or result.is_complex()):
         return result
@@ -38,24 +38,24 @@ def tied(result: Tensor, tie: Tensor) -> Tensor:
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parties: tuple[Party | None, ...], *blocks: Tensor) -> tuple[Tensor, ...]:
-        ctx.parties = parties
+    def forward(ctx: Any, members: tuple[GroupMember | None, ...], *blocks: Tensor) -> tuple[Tensor, ...]:
+        ctx.members = members
         return (*(block.view_as(block) for block in blocks), blocks[0].new_zeros((), dtype=torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         # Collective order: by argument.
-        pairs = zip(cotangents[:-1], ctx.parties, strict=True)
-        return None, *(_Summed.apply(one, party) if party else one for one, party in pairs)  # type: ignore[no-untyped-call]
+        pairs = zip(cotangents[:-1], ctx.members, strict=True)
+        return None, *(_Summed.apply(one, member) if member else one for one, member in pairs)  # type: ignore[no-untyped-call]
 
 
 class _Summed(torch.autograd.Function):
     """The sum over a group, whose gradient is the same sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, party: Party) -> Tensor:
-        ctx.party = party
-        return eager.all_reduce(x, party, op="sum")
+    def forward(ctx: Any, x: Tensor, member: GroupMember) -> Tensor:
+        ctx.member = member
+        return eager.all_reduce(x, member, op="sum")
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:

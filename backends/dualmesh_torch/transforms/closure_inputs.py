@@ -28,7 +28,7 @@ def refuse_captured(fn: Callable[..., Any]) -> None:
     Raises:
         ArrayTypeError: One of these holds one that needs a gradient.
     """
-    for name, value in _captured(fn, set()):
+    for name, value in _walk_captured(fn, set()):
         if isinstance(value, DTensor) and value.requires_grad:
             raise ArrayTypeError(
                 f"shard_map: {getattr(fn, '__name__', fn)!r} captures {name!r}, a DTensor of shape "
@@ -37,7 +37,7 @@ def refuse_captured(fn: Callable[..., Any]) -> None:
             )
 
 
-def _captured(fn: Any, seen: Seen) -> Found:
+def _walk_captured(fn: Any, seen: Seen) -> Found:
     """Yield what a callable reaches without its arguments, by name."""
     key = (id(fn.__self__), id(fn.__func__)) if isinstance(fn, MethodType) else (id(fn),)
     if key in seen:
@@ -45,42 +45,42 @@ def _captured(fn: Any, seen: Seen) -> Found:
     seen.add(key)
     if isinstance(fn, functools.partial):
         for place, value in enumerate(fn.args):
-            yield from _reached(f"argument {place}", value, fn, seen)
+            yield from _walk_value(f"argument {place}", value, fn, seen)
         for name, value in fn.keywords.items():
-            yield from _reached(name, value, fn, seen)
-        yield from _captured(fn.func, seen)
+            yield from _walk_value(name, value, fn, seen)
+        yield from _walk_captured(fn.func, seen)
     elif isinstance(fn, MethodType):
         yield from _of_object(fn.__self__, fn.__func__, seen)
-        yield from _captured(fn.__func__, seen)
+        yield from _walk_captured(fn.__func__, seen)
     elif isinstance(fn, FunctionType):
         yield from _of_function(fn, seen)
     elif isinstance(fn, torch.nn.Module):
         yield from _of_module(fn)
     elif callable(fn) and not isinstance(fn, type) and isinstance(type(fn).__call__, FunctionType):
-        yield from _captured(MethodType(type(fn).__call__, fn), seen)
+        yield from _walk_captured(MethodType(type(fn).__call__, fn), seen)
 
 
 def _of_function(fn: FunctionType, seen: Seen) -> Found:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         try:
-            yield from _reached(name, cell.cell_contents, fn, seen)
+            yield from _walk_value(name, cell.cell_contents, fn, seen)
         except ValueError:  # not assigned yet
             continue
     for place, value in enumerate(fn.__defaults__ or ()):
-        yield from _reached(f"default {place}", value, fn, seen)
+        yield from _walk_value(f"default {place}", value, fn, seen)
     for name, value in (fn.__kwdefaults__ or {}).items():
-        yield from _reached(f"default {name}", value, fn, seen)
+        yield from _walk_value(f"default {name}", value, fn, seen)
     for name in _names(fn.__code__) & fn.__globals__.keys():
-        yield from _reached(name, fn.__globals__[name], fn, seen)
+        yield from _walk_value(name, fn.__globals__[name], fn, seen)
 
 
-def _reached(name: str, value: Any, fn: Any, seen: Seen) -> Found:
+def _walk_value(name: str, value: Any, fn: Any, seen: Seen) -> Found:
     """Yield what a captured value holds; functions of other modules are their own business."""
     if isinstance(value, FunctionType):
         if value.__module__ == getattr(fn, "__module__", None):
-            yield from _captured(value, seen)
+            yield from _walk_captured(value, seen)
     elif isinstance(value, torch.nn.Module | MethodType | functools.partial):
-        yield from ((f"{name}.{inner}", held) for inner, held in _captured(value, seen))
+        yield from ((f"{name}.{inner}", held) for inner, held in _walk_captured(value, seen))
     else:
         yield from ((name, leaf) for leaf in leaves(value))
         yield from _of_object(value, fn, seen, name)
@@ -95,7 +95,7 @@ def _of_object(owner: Any, fn: Any, seen: Seen, name: str = "self") -> Found:
         held = {} if key in seen else getattr(owner, "__dict__", {})
         seen.add(key)
         for attribute in _names(fn.__code__) & held.keys():
-            yield from _reached(f"{name}.{attribute}", held[attribute], fn, seen)
+            yield from _walk_value(f"{name}.{attribute}", held[attribute], fn, seen)
 
 
 def _of_module(module: torch.nn.Module) -> Found:

@@ -17,7 +17,7 @@ from dualmesh.errors import ArrayTypeError, NotDifferentiableError
 from dualmesh.sharding.tree import leaves
 from dualmesh_torch.collectives import eager
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 from dualmesh_torch.models.models import refuse_flat
 
 TWICE = (
@@ -87,7 +87,7 @@ def _like(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient
 
 
-def synced(params: Any, party: Party) -> Any:
+def sync(params: Any, member: GroupMember) -> Any:
     """Sum gradients in place over a group; one that is missing counts as zeros, a sparse one becomes dense.
 
     *Collective over the group*: also ranks whose gradient is sparse or missing reduce a dense one.
@@ -115,8 +115,8 @@ def synced(params: Any, party: Party) -> Any:
             if not parameter.requires_grad:
                 continue
             own = torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
-            with exchange("sync_gradients", party, own):
-                total = eager.all_reduce(own, party, op="sum")
+            with exchange("sync_gradients", member, own):
+                total = eager.all_reduce(own, member, op="sum")
             if gradient is None or gradient.is_sparse:
                 parameter.grad = total
             else:

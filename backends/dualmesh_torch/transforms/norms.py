@@ -120,9 +120,9 @@ def _over_all(
     numbers[2:] = torch.tensor(extra, dtype=torch.float64)
     if state.world_size > 1:
         reduce = dist.ReduceOp.MAX if order == inf else dist.ReduceOp.SUM
-        party = state.party("world")
-        with exchange(where, party, numbers):
-            dist.all_reduce(numbers, reduce, group=party.group)
+        member = state.member("world")
+        with exchange(where, member, numbers):
+            dist.all_reduce(numbers, reduce, group=member.group)
     return numbers
 
 

@@ -16,13 +16,13 @@ from dualmesh.errors import ArgumentError, ArrayTypeError, NotDifferentiableErro
 from dualmesh.sharding.partition_spec import P, check_axes, dim_layouts, global_shape
 from dualmesh.sharding.tree import leaves, mapped, spec_tree
 from dualmesh.topology.averaging import AveragingPlan
-from dualmesh.topology.roles import expanded
+from dualmesh.topology.roles import expand_axes
 from dualmesh.topology.topology import Axis
 from dualmesh_torch import private, scope
 from dualmesh_torch.arrays.arrays import TorchArrays, tensor_of
-from dualmesh_torch.arrays.assembly import assembled
+from dualmesh_torch.arrays.assembly import assemble
 from dualmesh_torch.arrays.replication import check_replicated as check_equal
-from dualmesh_torch.federated import averaged
+from dualmesh_torch.federated import average
 from dualmesh_torch.transforms import boundary, gradients, input_blocks, norms, reductions
 from dualmesh_torch.transforms.closure_inputs import refuse_captured
 
@@ -72,11 +72,11 @@ class TorchPrograms(Programs):
             specs = spec_tree(in_specs, args, what="shard_map in_specs")
             blocks, tie = self._entered(mapped(self._block, args, specs), specs)
             guard = input_blocks.Blocks(leaves(blocks))
-            results = _called(fn, blocks)
+            results = _call(fn, blocks)
             guard.refuse_changed()
             specs = spec_tree(out_specs, results, what="shard_map out_specs")
             if tie is not None:
-                results = mapped(lambda one: boundary.tied(tensor_of("shard_map", one), tie), results)
+                results = mapped(lambda one: boundary.tie_result(tensor_of("shard_map", one), tie), results)
             found = mapped(lambda one, spec: self._whole(guard.own(one), spec), results, specs)
             if check_replicated:
                 check_equal(self._state, list(leaves(found)), [P(*P.of(spec).entries) for spec in leaves(specs)])
@@ -93,7 +93,7 @@ class TorchPrograms(Programs):
                 value = fn(*fresh)
             if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dim():
                 raise NotDifferentiableError(
-                    f"value_and_grad: the function returned {_described(value)}. It must return one global scalar, "
+                    f"value_and_grad: the function returned {_describe(value)}. It must return one global scalar, "
                     f"shape ().",
                     found=type(value),
                 )
@@ -112,7 +112,7 @@ class TorchPrograms(Programs):
         reductions.make_sums(model, self._state, axis, unwrapped, blocks)
 
     def sync_gradients(self, params: Any, axis: Axis) -> Any:
-        return gradients.synced(params, self._state.party(axis))
+        return gradients.sync(params, self._state.member(axis))
 
     def global_norm(self, tree: Any, order: float, axis: Axis | None) -> Any:
         return norms.of(self._state, tree, order, () if axis is None else (axis,))
@@ -126,7 +126,7 @@ class TorchPrograms(Programs):
         state, axes = self._state, {"mean": "replica", "exchange": "federated", "broadcast": "replica"}
         rank = state.own_rank()
         home = state.ranks("federation", rank)
-        return averaged(tree, plan, state.grid_rank(rank), lambda step: state.party(axes.get(step, "world")), home)
+        return average(tree, plan, state.grid_rank(rank), lambda step: state.member(axes.get(step, "world")), home)
 
     def _block(self, x: Any, spec: P) -> torch.Tensor:
         """Return this rank's block."""
@@ -142,8 +142,8 @@ class TorchPrograms(Programs):
         needing = [(block, self._others(spec)) for block, spec in pairs if block.requires_grad]
         if not needing or not torch.is_grad_enabled():
             return blocks, None
-        shared = [(over, self._state.party(over)) if over else None for _, over in needing]
-        found, tie = boundary.entered([block for block, _ in needing], shared)
+        shared = [(over, self._state.member(over)) if over else None for _, over in needing]
+        found, tie = boundary.enter_blocks([block for block, _ in needing], shared)
         entered = iter(found)
         return mapped(lambda block: next(entered) if block.requires_grad else block, blocks), tie
 
@@ -161,7 +161,7 @@ class TorchPrograms(Programs):
         shape = global_shape(state.topology, spec, block.shape, what="shard_map result")
         dim_layouts(state.topology, spec, shape, what="shard_map result")
         mesh, placements = state.sharding(spec)
-        return assembled(block.contiguous(), mesh, placements, shape, _parts(placements))
+        return assemble(block.contiguous(), mesh, placements, shape, _parts(placements))
 
     def _warn_of_forgotten(self, x: DTensor, spec: P, wanted: Sequence[Placement]) -> None:
         pairs = zip(x.device_mesh.mesh_dim_names or (), x.placements, wanted, strict=False)
@@ -172,7 +172,7 @@ class TorchPrograms(Programs):
     def _others(self, spec: P) -> tuple[str, ...]:
         """Return the axes over which arrays of a spec are equal: base axes of size > 1, or a view's beside them."""
         topology = self._state.topology
-        used = set(expanded(topology, spec.axes))
+        used = set(expand_axes(topology, spec.axes))
         return tuple(name for name in self._state.meshes.array_axes(spec) if name not in used)
 
     def _check_specs(self, what: str, specs: Any, axes: tuple[str, ...] | None) -> None:
@@ -191,7 +191,7 @@ class TorchPrograms(Programs):
                 )
 
 
-def _called(fn: Callable[..., Any], blocks: Sequence[Any]) -> Any:
+def _call(fn: Callable[..., Any], blocks: Sequence[Any]) -> Any:
     _thread.is_inside = True
     try:
         return fn(*blocks)
@@ -212,5 +212,5 @@ def _leaf(x: Any) -> torch.Tensor:
     return tensor_of("value_and_grad", x).detach().requires_grad_()
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import dualmesh as dm
-from dualmesh.sequence.packed import agree_on_segments, joined_segments
-from dualmesh.sequence.veomni import scaled_gradient
+from dualmesh.sequence.packed import agree_on_segments, join_segments
+from dualmesh.sequence.veomni import scale_gradient
 from dualmesh_torch.veomni import projections
 from dualmesh_torch.veomni.functions import (
     all_to_all_tensor,
@@ -96,6 +96,6 @@ def _gather_with_own_gradient(x: torch.Tensor, dim: int, is_scaled: bool, group:
     axis: Any = "sp" if group is None else group
     x, lengths = agree_on_segments(x, dim, axis, None)
     index = dm.ops.axis_index(axis)
-    blocks = list(joined_segments(x.detach(), dim, axis, lengths).split(list(lengths), dim))
-    blocks[index] = scaled_gradient(x, dm.ops.axis_size(axis)) if is_scaled else x
+    blocks = list(join_segments(x.detach(), dim, axis, lengths).split(list(lengths), dim))
+    blocks[index] = scale_gradient(x, dm.ops.axis_size(axis)) if is_scaled else x
     return torch.cat(blocks, dim)

@@ -16,7 +16,7 @@ from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ArgumentError
 from dualmesh.runtime import scope
 from dualmesh.runtime.registry import registry
-from dualmesh.sequence.veomni_groups import found
+from dualmesh.sequence.veomni_groups import find_state_of_group
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -84,7 +84,7 @@ def _resolve_group(group: dist.ProcessGroup) -> tuple[ParallelState, str]:
     if known is not None and known.is_live:
         return known, "group"
     try:
-        return found(group)
+        return find_state_of_group(group)
     except ArgumentError:
         has_default = scope.default_state() is not None
         ranks = dist.get_process_group_ranks(group)

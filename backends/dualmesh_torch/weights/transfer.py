@@ -19,10 +19,10 @@ from dualmesh.weights.endpoints import End, Fused
 from dualmesh.weights.executor import Blocks, Wire, carry, message_bytes
 from dualmesh.weights.plan import Message, Piece, TransferPlan, plan_transfer
 from dualmesh.weights.transfer import TransferJob
-from dualmesh_torch.arrays.assembly import assembled
+from dualmesh_torch.arrays.assembly import assemble
 from dualmesh_torch.arrays.reshard import as_said, union
 from dualmesh_torch.collectives.exchanges import exchange
-from dualmesh_torch.collectives.group_member import Party
+from dualmesh_torch.collectives.group_member import GroupMember
 
 if TYPE_CHECKING:
     from dualmesh_torch.state import TorchState
@@ -45,15 +45,15 @@ def transfer(tree: Any, job: TransferJob) -> Any:
     target: Any = job.target
     given, taken = source.placed(P()), target.placed(P())
     ranks, rank = union(given, taken), source.world.local_ranks[0]
-    party = source.party_over(ranks)
+    member = source.member_over(ranks)
     blocks: dict[str, Tensor] = {}
     mine: _Tree | DualmeshError | None = None
     if given.position(rank) is not None:
         try:
-            mine, blocks = _held(tree, job.given, source)
+            mine, blocks = _hold_tree(tree, job.given, source)
         except DualmeshError as error:
             mine = error
-    known = _agreed(mine, party, ranks, [place for place, one in enumerate(ranks) if given.position(one) is not None])
+    known = _agree(mine, member, ranks, [place for place, one in enumerate(ranks) if given.position(one) is not None])
     plan = plan_transfer(
         known.arrays,
         src=(source, job.given.specs),
@@ -62,8 +62,8 @@ def transfer(tree: Any, job: TransferJob) -> Any:
         renames=job.taken.renames,
     )
     room = _room(plan, target) if taken.position(rank) is not None else {}
-    with exchange("transfer", party):
-        wire = _TorchWire(party, ranks)
+    with exchange("transfer", member):
+        wire = _TorchWire(member, ranks)
         run = partial(carry, plan, [rank], wire, _TorchBlocks(blocks, room, torch.device(source.device_type)))
         run(buffer_bytes=job.buffer_bytes, checksum=job.checksum)
     return _rebuilt(room, plan, known, job, target) if taken.position(rank) is not None else None
@@ -72,8 +72,8 @@ def transfer(tree: Any, job: TransferJob) -> Any:
 class _TorchWire(Wire):
     """Messages over a process group, whose indices are places in a list of ranks."""
 
-    def __init__(self, party: Party, ranks: tuple[int, ...]) -> None:
-        self._group = party.group
+    def __init__(self, member: GroupMember, ranks: tuple[int, ...]) -> None:
+        self._group = member.group
         self._place = {rank: place for place, rank in enumerate(ranks)}
 
     def send(self, message: Message, buffer: Tensor) -> Callable[[], None]:
@@ -124,7 +124,7 @@ class _TorchBlocks(Blocks):
 # -- what the tree is --------------------------------------------------------------------------------------------------
 
 
-def _held(tree: Any, end: End, source: "TorchState") -> tuple[_Tree, dict[str, Tensor]]:
+def _hold_tree(tree: Any, end: End, source: "TorchState") -> tuple[_Tree, dict[str, Tensor]]:
     """Return what is known of a rank's tree, and its blocks. *Collective over the source* where it is laid out anew."""
     blocks: dict[str, Tensor] = {}
     arrays, is_global = {}, {}
@@ -153,12 +153,12 @@ def _block(path: str, x: Tensor, end: End, source: "TorchState") -> tuple[tuple[
     return global_shape(source.topology, plain, x.shape, what=f"transfer: block {path!r}"), x
 
 
-def _agreed(mine: _Tree | DualmeshError | None, party: Party, ranks: tuple[int, ...], givers: list[int]) -> _Tree:
+def _agree(mine: _Tree | DualmeshError | None, member: GroupMember, ranks: tuple[int, ...], givers: list[int]) -> _Tree:
     """Return what all ranks know of the tree, or refuse on all of them. *Collective over both ends.*"""
-    said: list[Any] = [None] * party.size
+    said: list[Any] = [None] * member.size
     word = f"{type(mine).__name__}: {mine}" if isinstance(mine, DualmeshError) else mine
-    with exchange("transfer", party):
-        dist.all_gather_object(said, word, group=party.group)
+    with exchange("transfer", member):
+        dist.all_gather_object(said, word, group=member.group)
     if isinstance(mine, DualmeshError):
         raise mine
     first: Any = said[givers[0]]
@@ -206,5 +206,5 @@ def _rebuilt(
     for array, given, taken in plan.pairs:
         if taken.dim < 0 and known.is_global.get(given.path, False) and given.dim < 0:
             mesh, placements = target.sharding(taken.spec)
-            found[taken.path] = assembled(room[taken.path], mesh, placements, array.shape)
+            found[taken.path] = assemble(room[taken.path], mesh, placements, array.shape)
     return job.formed(found, known.skeleton)
