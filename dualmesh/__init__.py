@@ -7,7 +7,7 @@ name is written three times, for readers of types, for the loader, and in `__all
 from typing import TYPE_CHECKING
 
 from dualmesh._support.provided import provide
-from dualmesh._support.public_names import face
+from dualmesh._support.public_names import load_on_demand
 
 if TYPE_CHECKING:
     from dualmesh import errors as errors
@@ -125,7 +125,7 @@ provide(
     pictures="dualmesh.pictures", notebooks="dualmesh.pictures.notebooks", counterpart="dualmesh.runtime.counterpart"
 )
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = face(__name__, _MODULES, _HOMES)
+    __getattr__, __dir__ = load_on_demand(__name__, _MODULES, _HOMES)
 
 __all__ = [
     "Configuration",

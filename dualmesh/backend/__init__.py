@@ -6,7 +6,7 @@ inside dualmesh each name is imported from its own module.
 
 from typing import TYPE_CHECKING
 
-from dualmesh._support.public_names import face
+from dualmesh._support.public_names import load_on_demand
 
 if TYPE_CHECKING:
     from dualmesh._support.waits import timeout_s
@@ -57,7 +57,7 @@ _HOMES = {
     "topology.topology": "Axis Topology",
 }
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = face(__name__, (), _HOMES, base="dualmesh")
+    __getattr__, __dir__ = load_on_demand(__name__, (), _HOMES, base="dualmesh")
 
 __all__ = [
     "Arrays",

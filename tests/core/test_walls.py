@@ -1,6 +1,8 @@
 """The core imports no framework, and neither backend imports the other's; each look is a fresh process."""
 
 import ast
+import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import dualmesh as dm
 
 LOADED = "import sys; print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'jax', 'jaxlib', 'numpy'}))"
 
+MODULES = {path.rpartition(".")[2] for path in dm._MODULES}
 FACE = ["dualmesh", "dualmesh._support", "dualmesh._support.provided", "dualmesh._support.public_names"]
 
 
@@ -122,7 +125,15 @@ def test_the_face_names_the_same_for_readers_of_types_for_the_loader_and_in_all(
     assert {*homes} <= {*dir(dm)}
 
 
-def test_every_public_name_is_found_even_where_a_submodule_is_called_the_same():
+@pytest.mark.parametrize("package", ["dualmesh", "dualmesh.backend"])
+def test_no_module_is_called_like_a_public_name_that_is_none(package):
+    """Python binds a module to its package whenever it is imported, and would put it in the name's place."""
+    found = importlib.import_module(package)
+    modules = {module.name for module in pkgutil.iter_modules(found.__path__)}
+    assert [name for name in found.__all__ if name in modules and name not in MODULES] == []
+
+
+def test_every_public_name_is_found_after_all_modules_were_imported():
     code = """
 import importlib, pkgutil, dualmesh as dm
 for module in pkgutil.walk_packages(dm.__path__, "dualmesh."):
