@@ -21,7 +21,7 @@ from dualmesh.testing import instruments
 from dualmesh_jax.cache_keys import user_context
 from dualmesh_jax.devices import ordered_devices
 
-# Beside the ambient state's (`keys`): what is recorded or broken on purpose is part of every jit cache key too.
+# Beside the ambient state's (`cache_keys`): what is recorded or broken on purpose is part of every jit cache key too.
 _watch: Any = jax.make_user_context(default_value=None)
 
 

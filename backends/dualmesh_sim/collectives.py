@@ -35,7 +35,7 @@ def kind_of(where: str, dtype: Any) -> Kind:
 
 
 class SimCollectives(Collectives):
-    """The verbs of `op_table`, its transposes `reduce` and `place_block` included, on numpy blocks."""
+    """The collectives of `transpose_rules`, `reduce` and `place_block` included, on numpy blocks."""
 
     def __init__(self, state: "SimState") -> None:
         self._state = state

@@ -13,7 +13,7 @@ Kind = Literal["bool", "integer", "float", "complex"]
 
 
 class Collectives(ABC):
-    """Per-rank blocks in, per-rank blocks out; differentiable, each with the gradient of `op_table`.
+    """Per-rank blocks in, per-rank blocks out; differentiable, each with the gradient of `transpose_rules`.
 
     `reduce` and `place_block`, which the table also names, are for backends that write their backward by hand.
 

@@ -63,7 +63,7 @@ class DetachedState(ParallelState):
         return super().own_rank()
 
     @property
-    def global_rank(self) -> int:  # type: ignore[override]  # of the seed's attributes, which are made from a table
+    def global_rank(self) -> int:  # type: ignore[override]  # of VeOmni's attributes, which are made from a table
         """The rank of the process that this one is a worker of."""
         return self.held_ranks[0] if len(self.held_ranks) == 1 else self.own_rank()
 

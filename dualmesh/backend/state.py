@@ -1,7 +1,7 @@
 """`ParallelState`: a topology bound to a backend under a session, and what every backend answers alike.
 
 How states are registered is in `registry` and `init`, how one becomes ambient in `scope`. Longer than other
-modules, since it is the whole contract that every backend's state fills; the seed's attributes are in
+modules, since it is the whole contract that every backend's state fills; VeOmni's attributes are in
 `veomni_attributes`.
 """
 

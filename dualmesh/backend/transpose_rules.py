@@ -14,7 +14,7 @@ from dualmesh.topology.topology import Axis
 
 @dataclass(frozen=True)
 class Call:
-    """One collective with its settings: `verb` is a method of `verbs.Collectives`, `scale` multiplies its result."""
+    """One collective with its settings: `verb` is a method of `Collectives`, `scale` multiplies its result."""
 
     verb: str
     axis: Axis

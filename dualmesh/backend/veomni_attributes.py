@@ -1,4 +1,4 @@
-"""The attributes by which the seed's callers ask a state, all from one table: the body of `VeOmniAttributes`.
+"""The attributes by which VeOmni's callers ask a state, all from one table: the body of `VeOmniAttributes`.
 
 What states answer by axis name is in `state`. Here, and only here, a disabled group is None, and an axis that a
 topology does not have answers like one of size 1.
@@ -34,7 +34,7 @@ class Attribute(Generic[Value]):
 
 
 class Family(NamedTuple):
-    """What the seed says about one axis, in the order in which the table unpacks it."""
+    """What VeOmni says about one axis, in the order in which the table unpacks it."""
 
     size: Attribute[int]
     rank: Attribute[Any]
@@ -49,8 +49,8 @@ def family(name: str, *, role: str | None = None, grouped: bool = False, absent:
     Args:
         name: The usual axis.
         role: The role whose axes are meant; where the spec does not say it, the axis of that name is.
-        grouped: The seed has a group and a rank here even at size 1.
-        absent: The seed's rank of a disabled axis; inside a JAX `shard_map` it stays a plain int.
+        grouped: VeOmni has a group and a rank here even at size 1.
+        absent: VeOmni's rank of a disabled axis; inside a JAX `shard_map` it stays a plain int.
     """
 
     def axis(state: Any) -> Axis | None:
@@ -66,7 +66,7 @@ def family(name: str, *, role: str | None = None, grouped: bool = False, absent:
 
 
 class VeOmniAttributes:
-    """The seed's attributes of a state; `family` makes five at once.
+    """VeOmni's attributes of a state; `family` makes five at once.
 
     >>> import dualmesh as dm
     >>> with dm.session(backend="sim", world_size=8):
@@ -91,7 +91,7 @@ class VeOmniAttributes:
     cp_size, cp_rank, cp_group, cp_mesh, cp_enabled = family("cp", absent=-1)
     ep_size, ep_rank, ep_group, ep_mesh, ep_enabled = family("ep")
 
-    dp_shard_enabled = Attribute(lambda state: True, "True: the seed always shards, over one rank if need be.")
+    dp_shard_enabled = Attribute(lambda state: True, "True: VeOmni always shards, over one rank if need be.")
     dp_shard_sp_enabled = Attribute(lambda state: _sp_enabled(state), "Whether parameters are sharded over sp too.")
     is_first_pp_stage = Attribute[Any](lambda state: state.pp_rank == 0, "Whether this rank is in the first stage.")
     is_last_pp_stage = Attribute[Any](
@@ -150,14 +150,14 @@ class VeOmniAttributes:
     def extra_parallel_fsdp_size(self, name: str) -> int:
         """Return fsdp_size divided by the size of an extra parallel. *Pure.*
 
-        The seed's value: it counts replicas. The axis' own size is `size(f"{name}_fsdp")`.
+        VeOmni's value: it counts replicas. The axis' own size is `size(f"{name}_fsdp")`.
         """
         return _extra_fsdp_size(self, name)
 
     def extra_parallel_gradient_divide_factor(self, name: str) -> int:
-        """Return the number of ranks that load different data or parts of a sequence: the seed's factor. *Pure.*
+        """Return the number of ranks that load different data or parts of a sequence: VeOmni's factor. *Pure.*
 
-        The world size without tp and pp, as in the seed, which refuses others.
+        The world size without tp and pp, as in VeOmni, which refuses others.
         """
         return _divide_factor(self)
 

@@ -1,6 +1,6 @@
 """What `doctor` runs in fresh processes: `python -m dualmesh.cli.probe report|smoke BACKEND [MODULE ...]`.
 
-A backend answers for its framework in its module `report`; what the answers mean is in `diagnosis`.
+A backend answers for its framework in its module `doctor`; what the answers mean is in `diagnosis`.
 """
 
 import importlib

@@ -65,10 +65,10 @@ def init_parallel_state(
         dp_mode: "fsdp2", "fsdp1" or "ddp"; kept for the trainer, changes no layout.
         device_type: "cpu", "cuda", ...; None: the world's.
         include_sp_in_fsdp: Must be True.
-        extra_parallel_placement_innermost: Accepted for the seed's callers and changes nothing: extra axes are
+        extra_parallel_placement_innermost: Accepted for VeOmni's callers and changes nothing: extra axes are
             innermost unless `extra_parallel_outermost` says otherwise.
         async_enabled: Kept for the trainer.
-        name: The name to register; None, as the seed allows: "base".
+        name: The name to register; None, as VeOmni allows: "base".
         spec: Axes of one's own, instead of sizes: a grid, rank groups (one axis "group", or several named ones), or
             federations.
         backend: "torch", "jax", "sim"; None: see `discovery.choose`.

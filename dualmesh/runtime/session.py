@@ -74,7 +74,7 @@ def start_session(
     device_order: Any = None,
     axis_types: str | None = None,
 ) -> Session:
-    """Return the session of one framework's world, starting it where none runs: see `starting.init_distributed`."""
+    """Return the session of one framework's world, starting it where none runs: see `launch.init_distributed`."""
     if world_size is not None and whole(world_size) is None:
         raise SessionError(f"init_distributed: world_size={world_size!r} is no integer.", world_size=world_size)
     if init_method is not None and not isinstance(init_method, str):

@@ -1,4 +1,4 @@
-"""The state before any init: one process, every axis of size 1, as the seed says.
+"""The state before any init: one process, every axis of size 1, as VeOmni says.
 
 It never acts as the identity in a world of several processes: there every group and collective is refused.
 """

@@ -1,6 +1,6 @@
-"""The seed's sequence-parallel functions under their own names, arguments and gradients.
+"""VeOmni's sequence-parallel functions under their own names, arguments and gradients.
 
-New code uses `blocks` and `ulysses`, whose gradients are exact transposes; here each gradient is what the seed's
+New code uses `blocks` and `ulysses`, whose gradients are exact transposes; here each gradient is what VeOmni's
 callers count on. So is the padding: with 0 where nothing is said, integers and masks too. `group` is an axis, a tuple
 of axes, or a native group of the ambient or another registered state.
 """

@@ -1,4 +1,4 @@
-"""The seed's questions about the ambient state's parallel groups, under the seed's names.
+"""VeOmni's questions about the ambient state's parallel groups, under VeOmni's names.
 
 They say what the attributes of the state say (`veomni_attributes`): a disabled group is None, has one rank, and that is
 rank 0. New code asks the state by axis name.

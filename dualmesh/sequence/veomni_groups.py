@@ -1,6 +1,6 @@
-"""Native groups where the seed's callers pass them: which axis of which state a group belongs to.
+"""Native groups where VeOmni's callers pass them: which axis of which state a group belongs to.
 
-The seed's functions that take groups are in `seed` and `getters`; new code names axes.
+VeOmni's functions that take groups are in `veomni` and `veomni_getters`; new code names axes.
 """
 
 import inspect

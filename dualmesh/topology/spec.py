@@ -196,7 +196,7 @@ class TopologySpec:
         return read_fields("TopologySpec.from_dict", cls, data)
 
     def to_text(self) -> str:
-        """Return the spec in one line that `from_text` reads back; the form is described in `notation`. *Pure.*
+        """Return the spec in one line that `from_text` reads back; the form is described in `spec_string`. *Pure.*
 
         >>> TopologySpec({"dp": -1, "tp": 2}, roles={"data": "dp"}).to_text()
         'dp* tp2 | @data = dp'

@@ -34,7 +34,7 @@ def put_all(tree: Any, values: Mapping[str, Any]) -> None:
 
 
 def _places(tree: Any, prefix: tuple[object, ...]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (path, what holds it, under which key, leaf), as `paths.with_paths` walks."""
+    """Yield (path, what holds it, under which key, leaf), as `param_paths.with_paths` walks."""
     named = keyed_items(tree) or ()
     keys = tree if isinstance(tree, Mapping) else range(len(named))
     for key, (name, item) in zip(keys, named, strict=True):

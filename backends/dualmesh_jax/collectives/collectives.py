@@ -49,7 +49,7 @@ OUTSIDE = (
 
 
 class JaxCollectives(Collectives):
-    """The verbs of `op_table`, its transposes `reduce` and `place_block` included; JAX differentiates them."""
+    """The collectives of `transpose_rules`, `reduce` and `place_block` included; JAX differentiates them."""
 
     def __init__(self, state: "JaxState") -> None:
         self._state = state

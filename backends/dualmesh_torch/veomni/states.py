@@ -102,7 +102,7 @@ def requires_mesh(fn: Function) -> Function:
 def set_parallel_state(parallel_state: ParallelState | None) -> ParallelState | None:
     """Make a state the default and return the one before; `use_parallel_state` is the scoped way. *Local.*
 
-    None means a single process, as in the seed: a state over this rank alone, whose collectives are the identity.
+    None means a single process, as in VeOmni: a state over this rank alone, whose collectives are the identity.
 
     Raises:
         ScopeError: A scope is open, whose state would stay the ambient one.
