@@ -48,6 +48,15 @@ try:
     from jax._src.xla_metadata_lib import current_xla_metadata as _metadata
 except ImportError:  # another JAX: gradient rules run in the state that is ambient when they are traced
     _metadata = None
+_held: Any = None
+_with_metadata: Callable[[Any, dict[str, str]], Any] | None
+try:
+    # `set_xla_metadata` sets it for a thread only, and for a block. Seen in jax 0.10.2; retired by a public way to set
+    # it for all threads (https://github.com/jax-ml/jax/blob/main/jax/_src/xla_metadata.py).
+    from jax._src.config import xla_metadata_context_manager as _held
+    from jax._src.xla_metadata_lib import update_metadata as _with_metadata
+except ImportError:  # another JAX: rules of code traced outside any scope run in what is ambient
+    _with_metadata = None
 
 _CALLBACKS = ("jax._src.callback", "jax._src.debugging")
 _STORE_METHODS = (
@@ -98,6 +107,20 @@ def xla_metadata(key: str) -> str | None:
     """Return what `set_xla_metadata` holds under a key here, None for nothing or where it cannot be told. *Local.*"""
     held = None if _metadata is None else _metadata()
     return None if held is None else held.get(key)
+
+
+def set_xla_metadata_everywhere(key: str, value: str | None) -> None:
+    """Hold a value under a key where nothing else is held, in every thread; None: nothing any more. *Local.*"""
+    if _with_metadata is not None and hasattr(_held, "set_global"):
+        _held.set_global(None if value is None else _with_metadata(None, {key: value}))
+
+
+def may_be_in_callback() -> bool:
+    """Tell whether a JAX callback may have called this code, asked cheaply: `runs_callback` looks. *Local.*
+
+    JAX runs them with a default device, in its own threads and in the one that waits.
+    """
+    return getattr(jax.config, "jax_default_device", None) is not None
 
 
 def is_ready(x: jax.Array) -> bool:

@@ -9,7 +9,6 @@ knows of the ambient state otherwise is in `cache_keys` and `scope`.
 # mypy: allow-untyped-calls
 # jax leaves some of its public functions unannotated.
 
-import threading
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,7 +21,14 @@ from dualmesh.runtime import scope as core
 from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import Scope
 from dualmesh_jax.cache_keys import ScopeKey, key_of
-from dualmesh_jax.private import is_transforming, may_have_started, runs_callback, xla_metadata
+from dualmesh_jax.private import (
+    is_transforming,
+    may_be_in_callback,
+    may_have_started,
+    runs_callback,
+    set_xla_metadata_everywhere,
+    xla_metadata,
+)
 
 KEY = "dualmesh_state"
 GONE = (
@@ -30,9 +36,9 @@ GONE = (
     "that state was cleared since. Trace it anew: call jax.vjp or jax.linearize again."
 )
 CALLBACK = (
-    "get_parallel_state: this is a JAX callback (pure_callback, io_callback, debug.callback), which runs in a thread "
-    "of XLA's that knows no scope: the default would be another state than that of the code which called it. Bind the "
-    "function where that code is traced, jax.pure_callback(dm.bind(fn), ...), or give state=."
+    "get_parallel_state: this is a JAX callback (pure_callback, io_callback, debug.callback), which runs where no "
+    "scope is known: the default may be another state than that of the code which called it. Bind the function where "
+    "that code is traced, jax.pure_callback(dm.bind(fn), ...), or give state=."
 )
 # Marks are names, numbered where what had the name before meant something else: every process of a program gives the
 # same ones, and a state that is registered again as it was takes its mark again, so that nothing is compiled anew.
@@ -42,14 +48,22 @@ _names: dict[str, str] = {}
 _given: dict[str, int] = {}
 
 
-class _Thread(threading.local):
-    """Whether Python did not start this thread."""
-
-    def __init__(self) -> None:
-        self.is_foreign = threading.current_thread().name.startswith("Dummy-")
+_unscoped: str | None = None
+"""The mark of what is traced outside any scope: the default's, while several topologies are registered."""
 
 
-_this_thread = _Thread()
+def mark_default(state: ParallelState | None) -> None:
+    """Mark what is traced outside any scope, in every thread, as that state's; None: it needs no mark. *Local.*
+
+    Else its rules, traced when the gradient is taken, would be taken for code of the scope that is open then.
+    """
+    global _unscoped
+    mark = None if state is None else (_marks.get(key_of(state)) or _mark(state))
+    if mark is not None and state is not None:
+        _states[mark] = state
+    if mark != _unscoped:
+        _unscoped = mark
+        set_xla_metadata_everywhere(KEY, mark)
 
 
 def region_to_mark(state: ParallelState) -> AbstractContextManager[Any] | None:
@@ -87,10 +101,10 @@ def _here() -> Scope | None:
     Raises:
         ScopeError: Its state is gone; or this is a callback that nobody bound, in a thread of XLA's.
     """
-    mark = xla_metadata(KEY)
-    if mark is None:
-        if _this_thread.is_foreign and core.read() is None and registry.has_several and runs_callback():
-            raise ScopeError(CALLBACK)
+    mark, is_unscoped = xla_metadata(KEY), core.read() is None
+    if is_unscoped and registry.has_several and may_be_in_callback() and runs_callback():
+        raise ScopeError(CALLBACK)
+    if mark is None or (is_unscoped and mark == _unscoped):
         return None
     if core.read() is not core.this_thread.scope and not (may_have_started() or is_transforming()):
         return None  # a block held open across an await, which is allowed there, has left its mark in the thread

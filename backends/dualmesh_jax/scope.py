@@ -9,12 +9,13 @@ from typing import Any
 
 from dualmesh.backend.state import ParallelState
 from dualmesh.errors import ScopeError
+from dualmesh.runtime.registry import registry
 from dualmesh.runtime.scope import Scope
 from dualmesh_jax.arrays.arrays import is_tracing
 from dualmesh_jax.cache_keys import key_of, user_context
 from dualmesh_jax.mesh.ambient_mesh import ambient_mesh, note_traced
 from dualmesh_jax.private import is_transforming, may_have_started
-from dualmesh_jax.regions import region_to_mark
+from dualmesh_jax.regions import mark_default, region_to_mark
 from dualmesh_jax.state import JaxState
 
 APART = (
@@ -59,6 +60,7 @@ class JaxMirror:
 
     def set_default(self, state: ParallelState | None) -> None:
         self._context.set_global(key_of(state))
+        mark_default(state if registry.has_several else None)
 
     def allow_apart(self, scope: Scope | None) -> None:
         """Refuse it where JAX runs: it would keep the answer for another state, and give it there ever after.

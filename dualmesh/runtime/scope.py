@@ -482,6 +482,8 @@ def watch_backward() -> None:
     With one there is nothing to mix up, and nothing to pay. Once started it goes on: what was recorded may run later.
     """
     global _made
+    for mirror in _mirrors:
+        mirror.set_default(_default)
     if _replay is not None and (len(_named) > 1 or len(registry.states()) > 1):
         _made = _replay.made
 

@@ -1,5 +1,7 @@
 """What JAX runs on behalf of traced code later (rules, transposes, recomputes) runs in that code's state."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -275,3 +277,57 @@ def test_a_rule_of_a_forward_in_a_scope_of_the_default_runs_in_the_default():
         _, pull_jitted = jax.vjp(jax.jit(scale), np.float32(1.0))
     with dm.use_parallel_state("b"):
         assert [float(pull(np.float32(1.0))[0]), float(pull_jitted(np.float32(1.0))[0])] == [8.0, 8.0]
+
+
+@in_jax()
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_rule_of_a_forward_outside_any_scope_runs_in_the_default_whatever_scope_is_open_then(is_early):
+    """Also where jitted code was compiled, and its pullback called, before the second topology was registered."""
+    import jax
+
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 8}), name="a")
+    scale, jitted, one = scaled("vjp"), jax.jit(scaled("vjp")), np.float32(1.0)
+    if is_early:
+        assert [float(jax.grad(fn)(one)) for fn in (scale, jitted)] == [8.0, 8.0]
+    dm.init_parallel_state(spec=dm.TopologySpec({"dp": 2, "tp": 4}), name="b")
+    pulls = [jax.vjp(fn, one)[1] for fn in (scale, jitted)]
+    pushed = jax.linearize(scaled("jvp"), one)[1]
+    with dm.use_parallel_state("b"):
+        assert [float(pull(one)[0]) for pull in pulls] == [8.0, 8.0]
+        assert float(pushed(one)) == 8.0
+        assert [float(jax.grad(fn)(one)) for fn in (scale, jitted)] == [2.0, 2.0]
+    dm.clear_parallel_state("a")
+    assert [float(jax.grad(fn)(one)) for fn in (scale, jitted)] == [2.0, 2.0], "b is the default now"
+
+
+@in_jax(1)
+@pytest.mark.parametrize("kind", ["pure", "io", "debug"])
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_callback_in_the_calling_thread_that_nobody_bound_is_refused_outside_scopes(kind, is_jitted):
+    """On one device JAX calls it in the thread that waits; the default may not be what the code was traced in."""
+    import jax
+    from jax.experimental import io_callback
+
+    dm.init_parallel_states({"a": dm.TopologySpec({"dp": 1}), "b": dm.TopologySpec({"tp": 1})}, default="a")
+    seen = []
+
+    def host(x):
+        try:
+            seen.append(dm.scope_name() or dm.get_parallel_state().names[0])
+        except ScopeError as error:
+            seen.append(str(error)[:42])
+        return x
+
+    def ask(fn, x):
+        if kind == "debug":
+            jax.debug.callback(fn, x)
+            return x
+        call = jax.pure_callback if kind == "pure" else io_callback
+        return call(fn, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    for fn in (host, dm.bind(host)):
+        program = functools.partial(ask, fn)
+        program = jax.jit(program) if is_jitted else program
+        jax.block_until_ready(program(jax.numpy.ones(2)))
+        jax.effects_barrier()
+    assert seen == ["get_parallel_state: this is a JAX callback", "a"]
