@@ -37,11 +37,10 @@ class debug:
     Raises:
         ArgumentError: `on` is no bool.
 
-    >>> import dualmesh as dm
-    >>> with dm.debug():
-    ...     dm.debugging.switch.on
+    >>> with debug():
+    ...     switch.on
     True
-    >>> dm.debugging.switch.on
+    >>> switch.on
     False
     """
 

@@ -32,7 +32,7 @@ def read_slurm(variables: Mapping[str, str]) -> dict[str, str]:
         LaunchError: A number, or the step's hosts, are missing or malformed.
 
     >>> step = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "gpu[07-08,11]"}
-    >>> launched(step)["MASTER_ADDR"], read_slurm(step)["MASTER_PORT"]
+    >>> read_slurm(step)["MASTER_ADDR"], read_slurm(step)["MASTER_PORT"]
     ('gpu07', '57358')
     """
     rank = variables["SLURM_PROCID"]

@@ -176,6 +176,6 @@ FAULTS = {
     "gradients_averaged": Fault(
         "dm.sync_gradients averages (torch)", patch=Patch(dualmesh, "sync_gradients", _mean_of_gradients, _over_loss)
     ),
-    "stale_maximum": Fault("ring attention merges without rescaling", patch=Patch(ring, "_merged", _stale_maximum)),
+    "stale_maximum": Fault("ring attention merges without rescaling", patch=Patch(ring, "_merge", _stale_maximum)),
 }
 """What `inject` can break, by name."""

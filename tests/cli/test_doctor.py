@@ -54,7 +54,7 @@ def test_no_framework_a_half_set_environment_and_a_port_in_use_are_found(bare):
         launched = {"RANK": "0", "MASTER_PORT": port, "DUALMESH_TP_SIZ_SIZE": "2", "DUALMESH_BACKEND": "nccl"}
         problems, _ = doctor(flags=("-S",), env={**env, **launched})
     assert "neither of jax, torch" in problems["frameworks"]["found"]
-    assert "pip install one of 'jax>=0.10', 'torch>=2.11'" in problems["frameworks"]["cure"]
+    assert "pip install one of 'jax>=0.10.2', 'torch>=2.11'" in problems["frameworks"]["cure"]
     assert "RANK, MASTER_PORT set, but WORLD_SIZE, MASTER_ADDR missing" in problems["environment: launcher"]["found"]
     assert "Set all of RANK, WORLD_SIZE" in problems["environment: launcher"]["cure"]
     assert "DUALMESH_TP_SIZ_SIZE='2' is no setting" in problems["environment: settings"]["found"]

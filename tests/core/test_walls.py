@@ -98,7 +98,7 @@ try:
 except BackendImportError as error:
     print(error, error.__cause__, error.__suppress_context__)
 """
-    found = "Backend 'jax' could not be imported: jax is not installed. pip install 'jax>=0.10'. None True"
+    found = "Backend 'jax' could not be imported: jax is not installed. pip install 'jax>=0.10.2'. None True"
     assert fresh(code) == found
 
 

@@ -69,7 +69,7 @@ def test_states_cleared_at_once_while_others_still_build_leave_nothing_even_in_t
     for rows in cycles.run(60, 4):
         groups, threads, descriptors, _, keys = zip(*rows, strict=True)
         assert set(groups) == {1}
-        assert len(set(keys)) == 1, rows
+        assert max(keys) - min(keys) <= 1, rows  # who has left is counted from the first time that a rank waits
         assert (max(threads), max(descriptors)) <= (threads[1], descriptors[1]), rows
 
 
